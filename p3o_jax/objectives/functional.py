@@ -1,0 +1,124 @@
+"""Any objective as one function of arrays, for use without the rest of the package."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from p3o_jax import metrics as metric_types
+from p3o_jax.objectives.base import Objective
+from p3o_jax.types import Batch, Policy, Support
+
+
+def objective_loss(
+    objective: Objective,
+    log_probs: Float[Array, "B T"],
+    *,
+    behaviour_log_probs: Float[Array, "B T"],
+    advantages: Float[Array, "B T"] | Float[Array, " B"],
+    mask: Bool[Array, "B T"] | Float[Array, "B T"],
+    proximal_log_probs: Float[Array, "B T"] | None = None,
+    reference_log_probs: Float[Array, "B T"] | None = None,
+    entropy: Float[Array, "B T"] | None = None,
+    support: Support | None = None,
+    support_log_probs: Float[Array, "B T K"] | None = None,
+    segment_ids: Int[Array, "B T"] | None = None,
+    axis_name: str | Sequence[str] | None = None,
+) -> tuple[Float[Array, ""], dict[str, Array]]:
+    """The loss and the metrics of one batch; the batch given is the whole optimizer batch.
+
+    Works under jit, grad and vmap, and on global (sharded) arrays under jit as it stands.
+    Inside `jax.shard_map` (with its default `check_vma=True`) give `axis_name`: the loss,
+    its gradient and the metrics are then those of the batch over all devices of these axes.
+
+    Args:
+      objective: an objective, hashable and static under jit.
+      log_probs: log pi(y_t | y_<t), what is differentiated.
+      behaviour_log_probs: log mu(y_t | y_<t) of the distribution that y_t was drawn from.
+      advantages: one a token, or one a row.
+      mask: True where a token counts; if numbers, those above 0.5. Everything else in this
+        call may hold anything, NaN included, where a token does not count.
+      proximal_log_probs: under a snapshot of the learner's policy, `objective.snapshot`.
+      reference_log_probs: under a frozen policy, for `reference_kl_coefficient`.
+      entropy: of pi at each token, for `entropy_coefficient`; if given it is also logged.
+      support: distributions of mu or the snapshot, for kl="exact" and "top_k".
+      support_log_probs: those of pi at `support.indices`; also differentiated.
+      segment_ids: tells the sequences of a packed row apart.
+      axis_name: mesh axes over which the batch is split.
+
+    Returns:
+      The scalar loss, aggregated as `objective.aggregation` says (token mean by default),
+      in float32 or float64; 0 if no token counts, NaN if a log-ratio of a counted token is
+      not finite. Metrics by tag, as arrays (`policy/log_ratio_histogram` a vector).
+
+    Raises:
+      ValueError: shapes or dtypes disagree, or something that the objective needs is missing.
+    """
+    arrays = {
+        "log_probs": log_probs,
+        "behaviour_log_probs": behaviour_log_probs,
+        "advantages": advantages,
+        "mask": mask,
+        "proximal_log_probs": proximal_log_probs,
+        "reference_log_probs": reference_log_probs,
+        "entropy": entropy,
+        "segment_ids": segment_ids,
+    }
+    arrays = {name: None if x is None else jnp.asarray(x) for name, x in arrays.items()}
+    if arrays["advantages"].ndim == 1 and arrays["log_probs"].ndim == 2:
+        _check_shape("advantages", arrays["advantages"], arrays["log_probs"].shape[:1])
+        arrays["advantages"] = jnp.broadcast_to(arrays["advantages"][:, None], arrays["log_probs"].shape)
+    _check(arrays, support, support_log_probs)
+
+    mask = arrays["mask"]
+    policy = Policy(arrays["log_probs"], arrays["entropy"], support_log_probs)
+    batch = Batch(
+        mask=mask if mask.dtype == jnp.bool_ else mask > 0.5,
+        behaviour_log_probs=arrays["behaviour_log_probs"],
+        advantages=arrays["advantages"],
+        proximal_log_probs=arrays["proximal_log_probs"],
+        reference_log_probs=arrays["reference_log_probs"],
+        support=support,
+        segment_ids=arrays["segment_ids"],
+    )
+
+    statistics = objective.statistics(policy, batch)
+    if axis_name is not None:
+        statistics = metric_types.all_reduce(statistics, axis_name)
+    per_token, metrics = objective.loss(policy, batch, statistics)
+
+    total = jnp.sum(objective.aggregation.weights(batch).astype(per_token.dtype) * per_token)
+    count = objective.aggregation.count(batch).astype(per_token.dtype)
+    if axis_name is not None:
+        total, count = jax.lax.psum((total, count), axis_name)
+        metrics = metric_types.all_reduce(metrics, axis_name)
+    return total / jnp.maximum(count, 1.0), metric_types.values(metrics)
+
+
+def _check(arrays: dict[str, Array | None], support: Support | None, support_log_probs: Array | None) -> None:
+    log_probs = arrays["log_probs"]
+    if log_probs.ndim != 2:
+        raise ValueError(f"log_probs has shape {log_probs.shape}: give [B, T], one log-prob a token")
+    for name, x in arrays.items():
+        if x is not None:
+            _check_shape(name, x, log_probs.shape)
+            if name == "segment_ids":
+                if not jnp.issubdtype(x.dtype, jnp.integer):
+                    raise ValueError(f"segment_ids has dtype {x.dtype}: give integers")
+            elif name != "mask" and not jnp.issubdtype(x.dtype, jnp.floating):
+                raise ValueError(f"{name} has dtype {x.dtype}: give floating-point numbers")
+    distributions = {"support_log_probs": support_log_probs}
+    if support is not None:
+        distributions |= {f"support.{name}": x for name, x in support._asdict().items()}
+    distributions = {name: x for name, x in distributions.items() if x is not None}
+    for name, x in distributions.items():
+        width = next(iter(distributions.values())).shape[-1]
+        _check_shape(name, x, (*log_probs.shape, width))
+
+
+def _check_shape(name: str, x: Array, shape: tuple[int, ...]) -> None:
+    if x.shape != shape:
+        raise ValueError(f"{name} has shape {x.shape}, which must be {shape}, after log_probs")

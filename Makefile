@@ -1,0 +1,65 @@
+# make quickstart | test | lint | format | constraints | clean. Needs a Python >= 3.11 and nothing else.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP_INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+.DEFAULT_GOAL := help
+.PHONY: help quickstart test lint format constraints clean
+
+help:
+	@echo "make quickstart   train a policy with P3O and with GRPO, in minutes, and compare them"
+	@echo "make test         run all tests"
+	@echo "make lint         ruff, mypy, import contracts"
+	@echo "make format       repair style"
+	@echo "make constraints  resolve the newest versions within pyproject.toml's bounds"
+	@echo "make clean        remove .venv"
+	@echo "PYTHON=python3.12 make ... chooses the interpreter"
+
+quickstart: $(VENV)/.core
+	$(BIN)/python -m experiments.quickstart
+
+test: $(VENV)/.dev
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(VENV)/.dev
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+# Stamps: what they depend on decides whether anything is installed again.
+$(VENV)/.core: $(VENV)/.created pyproject.toml constraints.txt
+	@echo "Installing p3o_jax and what it needs into $(VENV) (about 300 MB) ..."
+	@$(PIP_INSTALL) -e .
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.created pyproject.toml constraints.txt
+	@echo "Installing the development tools into $(VENV) ..."
+	@$(PIP_INSTALL) -e '.[dev]'
+	@touch $(VENV)/.core $@
+
+$(VENV)/.created:
+	@command -v $(PYTHON) >/dev/null || { echo "error: no $(PYTHON) found; install Python 3.11 or newer, or name one: make PYTHON=/path/to/python3"; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "error: $(PYTHON) is $$($(PYTHON) -V 2>&1), but 3.11 or newer is needed; name one: make PYTHON=python3.12"; exit 1; }
+	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { echo "error: $(PYTHON) lacks the venv module; install it (Debian, Ubuntu: apt install python3-venv)"; exit 1; }
+	@$(PYTHON) -m venv --clear $(VENV)
+	@touch $@
+
+# On the oldest Python supported: its versions also install on newer ones, not the other way round.
+constraints: pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' || { echo "error: name a Python 3.11: make constraints PYTHON=python3.11"; exit 1; }
+	@rm -rf $(VENV)-constraints && $(PYTHON) -m venv $(VENV)-constraints
+	@$(VENV)-constraints/bin/python -m pip install --quiet --upgrade setuptools
+	@$(VENV)-constraints/bin/python -m pip install --quiet -e '.[dev,models]'
+	@{ echo "# Exact versions tested together, on Python 3.11 and 3.12. Written by 'make constraints'."; \
+	   $(VENV)-constraints/bin/python -m pip freeze --all --exclude-editable --exclude pip; } > constraints.txt
+	@rm -rf $(VENV)-constraints
+	@echo "wrote constraints.txt: now run the tests on Python 3.11 and on 3.12"
+
+clean:
+	rm -rf $(VENV) $(VENV)-constraints

@@ -1,0 +1,96 @@
+"""Text to token ids and back. Ids travel end to end: text is made for rewards and for people only."""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
+
+PRINTABLE_ASCII = "\n\t" + "".join(c for c in string.printable if c.isprintable())
+
+
+class Tokenizer(Protocol):
+    """What the rest of the package asks of a tokenizer."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are 0 .. vocab_size - 1."""
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]:
+        """The tokens that end a response; the first is the one that demonstrations end with."""
+
+    @property
+    def bos_id(self) -> int | None:
+        """The token that `encode` puts first; None: there is none."""
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text; no end-of-sequence token is added."""
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of token ids; special tokens give nothing."""
+
+
+@dataclass(frozen=True)
+class CharTokenizer:
+    """One token a character, for small models; id 0 ends a sequence, and there is no padding token.
+
+    Raises:
+        ValueError: the alphabet is empty or repeats a character.
+    """
+
+    alphabet: str = PRINTABLE_ASCII
+    """The characters, in the order of their ids 1, 2, ..."""
+
+    def __post_init__(self) -> None:
+        if not self.alphabet or len(set(self.alphabet)) != len(self.alphabet):
+            raise ValueError(f"alphabet must be characters without repetition, got {self.alphabet!r}")
+
+    @property
+    def vocab_size(self) -> int:
+        """The alphabet and the end-of-sequence token."""
+        return len(self.alphabet) + 1
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]:
+        """Always (0,)."""
+        return (0,)
+
+    @property
+    def bos_id(self) -> None:
+        """Always None."""
+        return None
+
+    @cached_property
+    def _ids(self) -> dict[str, int]:
+        return {character: i for i, character in enumerate(self.alphabet, start=1)}
+
+    def encode(self, text: str) -> list[int]:
+        """One id a character.
+
+        Raises:
+            ValueError: a character that is not in the alphabet, with its position.
+        """
+        try:
+            return [self._ids[character] for character in text]
+        except KeyError as error:
+            character = error.args[0]
+            raise ValueError(
+                f"character {character!r} at position {text.index(character)} of {text!r} is not in the tokenizer's "
+                "alphabet"
+            ) from None
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """One character an id; the end-of-sequence token gives nothing.
+
+        Raises:
+            ValueError: an id outside the vocabulary.
+        """
+        characters = []
+        for i in ids:
+            if not 0 <= i < self.vocab_size:
+                raise ValueError(f"token id {i} is outside the vocabulary of {self.vocab_size}")
+            characters.append(self.alphabet[i - 1] if i else "")
+        return "".join(characters)

@@ -1,0 +1,7 @@
+"""Tasks: prompts and rewards."""
+
+from p3o_jax.tasks.base import Prompt, PromptSource, Split, Task
+from p3o_jax.tasks.reasoning_gym import ReasoningGym
+from p3o_jax.tasks.sort_digits import SortDigits
+
+__all__ = ["Prompt", "PromptSource", "ReasoningGym", "SortDigits", "Split", "Task"]

@@ -1,0 +1,171 @@
+"""Any dataset of reasoning-gym (https://github.com/open-thought/reasoning-gym, arXiv:2505.24760), by name and settings."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import hashlib
+import math
+import threading
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from typing import Any
+
+import numpy as np
+
+from p3o_jax.models.tokenizer import CharTokenizer
+from p3o_jax.tasks.base import DrawnPrompts, Prompt, PromptSource, Split, Task
+
+_TOKENIZER = CharTokenizer()
+_RESERVED = ("seed", "size")
+
+
+@dataclass(frozen=True)
+class ReasoningGym(Task):
+    """A procedural dataset with its own verifier. Needs `pip install 'p3o_jax[tasks]'`.
+
+    The question is the prompt and the completion, stripped, is the answer that the dataset scores.
+
+    Raises:
+        ImportError: reasoning-gym is not installed.
+        ValueError: an unknown dataset or a setting that it does not have or does not accept.
+    """
+
+    dataset: str
+    """Name of the dataset, such as chain_sum."""
+    settings: dict[str, bool | int | float | str] = field(default_factory=dict)
+    """Settings of the dataset, such as min_terms 2 max_terms 3."""
+    prompt_tokens: int = 256
+    """Longest prompt; the character tokenizer has one token a character."""
+    response_tokens: int = 32
+    """Longest response, its end included."""
+    num_prompts: int = 10_000
+    """Prompts drawn; then they repeat, in another order."""
+
+    def __post_init__(self) -> None:
+        for name in ("prompt_tokens", "response_tokens", "num_prompts"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        _create(self.dataset, self.settings, seed=0, size=1)
+
+    @property
+    def name(self) -> str:
+        """The dataset's."""
+        return self.dataset
+
+    @property
+    def tokenizer(self) -> CharTokenizer:
+        """Printable ASCII, newline and tab."""
+        return _TOKENIZER
+
+    @property
+    def max_prompt_tokens(self) -> int:
+        """`prompt_tokens`."""
+        return self.prompt_tokens
+
+    @property
+    def max_response_tokens(self) -> int:
+        """`response_tokens`."""
+        return self.response_tokens
+
+    def prompts(self, split: Split, seed: int) -> PromptSource:
+        """Questions of the dataset; the metadata is the dataset's own entry."""
+        return DrawnPrompts(_Draws(self, seed), split, self.num_prompts)
+
+    def reward(self, prompt: Prompt, completion: str) -> float:
+        """The dataset's score.
+
+        Raises:
+            ValueError: the score is not a finite number.
+            Exception: whatever the dataset's verifier raises, with a note that names the prompt and the completion.
+        """
+        try:
+            score = float(self._scorer.score_answer(completion.strip(), prompt.metadata))
+        except Exception as error:
+            error.add_note(f"{self.dataset}: while scoring {completion!r} for prompt {prompt.index}, {prompt.text!r}")
+            raise
+        if not math.isfinite(score):
+            raise ValueError(f"{self.dataset}: score of {completion!r} for prompt {prompt.index} is {score}")
+        return score
+
+    def demonstration(self, prompt: Prompt, noise: float, rng: np.random.Generator) -> str:
+        """The dataset's answer; a digit is replaced by a digit, a letter by a letter, another character by another.
+
+        Raises:
+            ValueError: the dataset has no answer to this prompt, only a verifier.
+        """
+        if not prompt.answer:
+            raise ValueError(f"{self.dataset}: no answer to demonstrate for prompt {prompt.index}, {prompt.text!r}")
+        replaced = rng.random(len(prompt.answer)) < noise
+        return "".join(
+            rng.choice(_alike(character)) if replace else character
+            for character, replace in zip(prompt.answer, replaced, strict=True)
+        )
+
+    @cached_property
+    def _scorer(self) -> Any:
+        return _create(self.dataset, self.settings, seed=0, size=1)
+
+
+class _Draws:
+    """`draw` of a `DrawnPrompts`: attempt a is item `index` of a dataset seeded for (seed, a).
+
+    A dataset of its own for every attempt, because many datasets seed item i with `seed + i`, which makes
+    neighbouring seeds share their items, and some cannot be indexed beyond their size.
+    """
+
+    def __init__(self, task: ReasoningGym, seed: int):
+        self._task = task
+        self._seed = seed
+        self._datasets: dict[int, Any] = {}
+        self._lock = threading.Lock()  # datasets keep state between items
+
+    def __call__(self, index: int, attempt: int) -> Prompt:
+        task = self._task
+        with self._lock:
+            if attempt not in self._datasets:
+                digest = hashlib.blake2b(f"{self._seed} {attempt}".encode(), digest_size=8).digest()
+                seed = int.from_bytes(digest, "big") % 2**31
+                self._datasets[attempt] = _create(task.dataset, task.settings, seed=seed, size=task.num_prompts)
+            entry = self._datasets[attempt][index]
+        text, answer = entry["question"], entry["answer"]
+        if len(text) > task.prompt_tokens:
+            raise ValueError(
+                f"{task.dataset}: prompt {index} has {len(text)} characters, more than prompt_tokens={task.prompt_tokens}: "
+                f"raise it or make the prompts shorter by settings; {text[:80]!r}..."
+            )
+        return Prompt(index, text, "" if answer is None else str(answer), entry)
+
+
+def _create(name: str, settings: dict[str, Any], *, seed: int, size: int) -> Any:
+    """A dataset, or one line that says what is wrong with its name or settings."""
+    try:
+        from reasoning_gym.factory import DATASETS
+    except ImportError as error:
+        raise ImportError(f"{error}: tasks of reasoning-gym need: pip install 'p3o_jax[tasks]'") from error
+    if name not in DATASETS:
+        near = difflib.get_close_matches(name, DATASETS, n=3, cutoff=0.4)
+        hint = f"did you mean {', '.join(near)}?" if near else f"there are {', '.join(sorted(DATASETS))}"
+        raise ValueError(f"unknown reasoning-gym dataset {name!r}: {hint}")
+    dataset_type, config_type = DATASETS[name]
+    known = [f.name for f in dataclasses.fields(config_type) if f.name not in _RESERVED]
+    for setting in settings:
+        if setting in _RESERVED:
+            raise ValueError(f"{name}: setting {setting!r} is not free: seeds come from the run, size is num_prompts")
+        if setting not in known:
+            near = difflib.get_close_matches(setting, known, n=1, cutoff=0.4)
+            hint = f"did you mean {near[0]!r}? " if near else ""
+            raise ValueError(f"{name}: no setting {setting!r}; {hint}it has {', '.join(known)}")
+    try:
+        return dataset_type(config=config_type(**settings, seed=seed, size=size))
+    except (AssertionError, TypeError, ValueError) as error:
+        raise ValueError(f"{name}: settings {settings} are not accepted: {error}") from error
+
+
+def _alike(character: str) -> list[str]:
+    """The characters of the same kind: digits, lower case, upper case, the rest."""
+
+    def kind(c: str) -> tuple[bool, bool, bool]:
+        return c.isdigit(), c.islower(), c.isupper()
+
+    return [c for c in _TOKENIZER.alphabet if kind(c) == kind(character)]

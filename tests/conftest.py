@@ -1,0 +1,13 @@
+"""All tests: 8 virtual CPU devices, no implicit dtype promotion, compiled programs kept between runs."""
+
+from __future__ import annotations
+
+import jax
+
+from p3o_jax.compilation_cache import enable_compilation_cache
+
+# Before anything asks for a device.
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_num_cpu_devices", 8)
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+enable_compilation_cache()

@@ -1,0 +1,174 @@
+"""The directory of a run: what was run, where, and its results.
+
+    config.json        the complete configuration
+    command.txt        the command of every start, one a line
+    environment.json   versions, devices, commit; one record a start
+    metrics.jsonl, events.out.tfevents.*, rollouts/, checkpoints/     as the run writes them
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import jax
+
+MAY_DIFFER = ("num_steps", "evaluate_every", "save_every", "write_rollouts_every")
+"""Fields that a resumed run may change: how long it is, and what it writes when."""
+
+
+@dataclass(frozen=True)
+class RunDirectory:
+    """An opened run directory."""
+
+    path: Path
+
+    @property
+    def checkpoints(self) -> Path:
+        """Where checkpoints go."""
+        return self.path / "checkpoints"
+
+    @classmethod
+    def open(
+        cls,
+        path: Path,
+        config: Mapping[str, Any],
+        argv: Sequence[str],
+        *,
+        resume: bool = False,
+        may_differ: Sequence[str] = MAY_DIFFER,
+    ) -> RunDirectory:
+        """Starts a run in a new directory, or continues the one in it.
+
+        Called by all processes, after `jax.distributed.initialize`; only process 0 looks and writes.
+
+        Args:
+            path: the directory; it must not exist or be empty, unless resumed.
+            config: the complete configuration, as JSON values.
+            argv: the command line.
+            resume: whether to continue.
+            may_differ: fields, by dotted name, in which a resumed run's configuration may differ.
+
+        Raises:
+            FileExistsError: the directory holds a run, or something else.
+            FileNotFoundError: there is no run to resume.
+            ValueError: the run to be resumed has another configuration.
+        """
+        directory = cls(Path(path))
+        if jax.process_index() == 0:
+            if resume:
+                directory._check_same_run(config, may_differ)
+            else:
+                directory._check_free()
+            try:
+                directory._record(config, argv)
+            except OSError as error:
+                raise type(error)(f"cannot write the run directory {path}: {error}") from error
+        return directory
+
+    def _check_free(self) -> None:
+        if (self.path / "config.json").exists():
+            raise FileExistsError(
+                f"{self.path} holds another run: continue it with --resume, or give another --run-dir"
+            )
+        if self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
+            raise FileExistsError(f"{self.path} exists and is not a run: give another --run-dir")
+
+    def _check_same_run(self, config: Mapping[str, Any], may_differ: Sequence[str]) -> None:
+        path = self.path / "config.json"
+        if not path.exists():
+            raise FileNotFoundError(f"{self.path} holds no run to resume: leave out --resume to start one there")
+        try:
+            before = json.loads(path.read_text())
+        except ValueError as error:
+            raise ValueError(f"{path} is not valid JSON: {error}") from error
+        # As JSON, so that tuples are lists on both sides.
+        now = json.loads(json.dumps(config))
+        changes = [
+            f"{name} (was {old!r}, now {new!r})" for name, old, new in _differences(before, now) if name not in may_differ
+        ]
+        if changes:
+            raise ValueError(
+                f"{self.path} was started with another configuration: {', '.join(changes)}; resume it with the same one, "
+                "or give another --run-dir"
+            )
+
+    def _record(self, config: Mapping[str, Any], argv: Sequence[str]) -> None:
+        self.path.mkdir(parents=True, exist_ok=True)
+        with open(self.path / "command.txt", "a") as file:
+            file.write(shlex.join(argv) + "\n")
+        starts_path = self.path / "environment.json"
+        starts = json.loads(starts_path.read_text()) if starts_path.exists() else []
+        write_atomically(starts_path, json.dumps([*starts, environment()], indent=2) + "\n")
+        # Last: a directory with a config.json is a run.
+        write_atomically(self.path / "config.json", json.dumps(config, indent=2, allow_nan=False) + "\n")
+
+
+_ABSENT = "absent"
+
+
+def _differences(before: Any, now: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Dotted names of the values that differ, with both values."""
+    if isinstance(before, dict) and isinstance(now, dict):
+        for key in [*before, *(key for key in now if key not in before)]:
+            name = f"{prefix}.{key}" if prefix else key
+            yield from _differences(before.get(key, _ABSENT), now.get(key, _ABSENT), name)
+    elif before != now:
+        yield prefix, before, now
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Writes a file so that a crash leaves the old one or the new one."""
+    temporary = path.with_name(path.name + ".tmp")
+    with open(temporary, "w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+def environment() -> dict[str, Any]:
+    """What a result can depend on besides the configuration. Starts the JAX backend."""
+    devices = jax.devices()
+    return {
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "host": platform.node(),
+        "platform": platform.platform(),
+        "python": sys.version.split()[0],
+        "commit": _commit(),
+        "backend": jax.default_backend(),
+        "devices": {"kind": devices[0].device_kind, "count": len(devices), "processes": jax.process_count()},
+        "variables": {
+            key: value
+            for key, value in sorted(os.environ.items())
+            if key.startswith(("JAX_", "XLA_", "LIBTPU_", "NCCL_"))
+        },
+        "packages": dict(
+            sorted((d.metadata["Name"], d.version) for d in metadata.distributions() if d.metadata["Name"])
+        ),
+    }
+
+
+def _commit() -> dict[str, Any] | None:
+    """The commit this package was run from; None outside a repository."""
+    package = Path(__file__).parent
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(package), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+
+    try:
+        git("ls-files", "--error-unmatch", Path(__file__).name)  # not some repository around site-packages
+        return {"hash": git("rev-parse", "HEAD"), "dirty": bool(git("status", "--porcelain", "--untracked-files=no"))}
+    except (OSError, subprocess.SubprocessError):
+        return None

@@ -21,15 +21,12 @@ from p3o_jax.metrics import Max, Mean, Sum
 
 # Bins of the logged histogram of log_ratio: the first and the last are open-ended.
 # Evenly spaced in log |log_ratio|: rounding (1e-3) and staleness (1) are both resolved.
-LOG_RATIO_EDGES = np.array(
-    [-10, -5, -2, -1, -0.5, -0.2, -0.1, -0.05, -0.02, -0.01, -0.005, -0.002, -0.001]
-    + [0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10],
-    np.float32,
-)
+_POSITIVE_EDGES = np.array([0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10], np.float32)
+LOG_RATIO_EDGES = np.concatenate([-_POSITIVE_EDGES[::-1], _POSITIVE_EDGES])
 
 
 def real(x: Float[Array, "..."]) -> Float[Array, "..."]:
-    """x in float32, or in float64 if it is: the precision of every statistic and loss."""
+    """Converts x to float32, unless it is float64: the precision of every statistic and loss."""
     return x if x.dtype == jnp.float64 else x.astype(jnp.float32)
 
 
@@ -89,13 +86,19 @@ class RatioMoments(NamedTuple):
         finite = jnp.isfinite(log_ratio)
 
         if group is None:
-            largest_of, total_of, at_group = jnp.max, jnp.sum, lambda x: x
+            largest_of, total_of, at_group = jnp.max, jnp.sum, jnp.asarray
         else:
             belongs = mask & (group >= 0) & (group < num_groups)
             ids = jnp.where(belongs, group, num_groups).ravel()  # one past the end is dropped
-            largest_of = lambda x: jax.ops.segment_max(x.ravel(), ids, num_groups)
-            total_of = lambda x: jax.ops.segment_sum(x.ravel(), ids, num_groups)
-            at_group = lambda x: jnp.take(x, ids, mode="clip").reshape(log_ratio.shape)
+
+            def largest_of(x):
+                return jax.ops.segment_max(x.ravel(), ids, num_groups)
+
+            def total_of(x):
+                return jax.ops.segment_sum(x.ravel(), ids, num_groups)
+
+            def at_group(x):
+                return jnp.take(x, ids, mode="clip").reshape(log_ratio.shape)
 
         seen = mask & finite
         largest = largest_of(jnp.where(seen, log_ratio, -jnp.inf))
@@ -134,11 +137,11 @@ class RatioMoments(NamedTuple):
         return self._if_finite(jnp.where(self.count > 0, ess, 1.0))
 
     def ratio_mean(self) -> Float[Array, "*G"]:
-        """mean rho: 1 in expectation if the samples are mu's, whatever pi is. NaN if empty."""
+        """The mean of rho: 1 in expectation if the samples are mu's, whatever pi is. NaN if empty."""
         return self._if_finite(bounded_exp(self.largest + jnp.log(self.first / self.count)))
 
     def chi2(self) -> Float[Array, "*G"]:
-        """mean rho^2 - 1, unbiased for chi2(pi || mu) under samples of mu. NaN if empty."""
+        """The mean of rho^2 less 1: unbiased for the chi-squared divergence of pi from mu. NaN if empty."""
         log_mean_square = 2.0 * self.largest + jnp.log(self.second / self.count)
         large = bounded_exp(log_mean_square) - 1.0
         # expm1 keeps the digits where rho is near 1, bounded_exp the range where it is not.
@@ -252,9 +255,7 @@ def sequence_sum(
     return jnp.where(mask, jnp.take_along_axis(totals, ids, axis=1), jnp.zeros_like(x))
 
 
-def sequence_lengths(
-    mask: Bool[Array, "B T"], segment_ids: Int[Array, "B T"] | None = None
-) -> Float[Array, "B T"]:
+def sequence_lengths(mask: Bool[Array, "B T"], segment_ids: Int[Array, "B T"] | None = None) -> Float[Array, "B T"]:
     """At each token, the number of counted tokens of its sequence (float32); 0 at masked tokens."""
     return sequence_sum(mask.astype(jnp.float32), mask, segment_ids)
 

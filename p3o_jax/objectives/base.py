@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import jax
@@ -63,7 +63,8 @@ class Objective(ABC):
     @property
     def snapshot(self) -> Literal["epoch", "rollout"] | None:
         """Which snapshot `batch.proximal_log_probs` must hold: the learner's policy at the start of
-        the epoch, or at the parameters that sampled; None: not needed."""
+        the epoch, or at the parameters that sampled; None: not needed.
+        """
         return None
 
     @property

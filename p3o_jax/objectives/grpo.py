@@ -101,5 +101,3 @@ def clipped_surrogate(
 def clip_metrics(log_ratio: Float[Array, "B T"], batch: Batch, clip_low: float, clip_high: float) -> Metrics:
     """The share of tokens with a ratio outside the clip range, whatever their advantage."""
     return {"policy/clip_fraction": stats.outside_fraction(log_ratio, batch.mask, clip_low, clip_high)}
-
-

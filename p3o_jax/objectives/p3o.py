@@ -1,13 +1,13 @@
 """P3O: cap and trust region from one batch statistic (arXiv:2605.12380, Eq. 12).
 
-    rho_t = pi(y_t) / mu(y_t)        e = ESS of rho over the optimizer batch, a constant
-    L     = mean_t[ -sg(min(rho_t, e)) A_t log pi(y_t) + (1 - e) KL_t(pi || mu) ]
+rho_t = pi(y_t) / mu(y_t)        e = ESS of rho over the optimizer batch, a constant
+L     = mean_t[ -sg(min(rho_t, e)) A_t log pi(y_t) + (1 - e) KL_t(pi || mu) ]
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -79,9 +79,7 @@ class P3O(Objective):
         return kl.sampled(self.kl, policy.log_probs - batch.behaviour_log_probs)
 
 
-def capped_score(
-    policy: Policy, batch: Batch, cap: Float[Array, ""] | float
-) -> tuple[Float[Array, "B T"], Metrics]:
+def capped_score(policy: Policy, batch: Batch, cap: Float[Array, ""] | float) -> tuple[Float[Array, "B T"], Metrics]:
     """-sg(min(rho, cap)) A log pi, and the share of tokens that were capped."""
     log_rho = jax.lax.stop_gradient(policy.log_probs - batch.behaviour_log_probs)
     rho = stats.bounded_exp(log_rho)
@@ -89,13 +87,9 @@ def capped_score(
     return -jnp.minimum(rho, cap) * batch.advantages * policy.log_probs, {"policy/cap_fraction": cap_fraction}
 
 
-def support_kl(
-    form: str, policy: Policy, batch: Batch, anchor_log_probs: Float[Array, "B T K"]
-) -> Float[Array, "B T"]:
+def support_kl(form: str, policy: Policy, batch: Batch, anchor_log_probs: Float[Array, "B T K"]) -> Float[Array, "B T"]:
     """KL(pi, anchor) over the batch's support, for the forms that need distributions."""
     if (form == "exact") != (batch.support.indices is None):
         have = "the whole vocabulary" if batch.support.indices is None else "a few tokens"
         raise ValueError(f"kl={form!r} does not fit support.indices, which say that the support is {have}")
     return kl.distribution(form, policy.support_log_probs, anchor_log_probs)
-
-

@@ -1,9 +1,9 @@
 """The directory of a run: what was run, where, and its results.
 
-    config.json        the complete configuration
-    command.txt        the command of every start, one a line
-    environment.json   versions, devices, commit; one record a start
-    metrics.jsonl, events.out.tfevents.*, rollouts/, checkpoints/     as the run writes them
+config.json        the complete configuration
+command.txt        the command of every start, one a line
+environment.json   versions, devices, commit; one record a start
+metrics.jsonl, events.out.tfevents.*, rollouts/, checkpoints/     as the run writes them
 """
 
 from __future__ import annotations
@@ -95,12 +95,14 @@ class RunDirectory:
         # As JSON, so that tuples are lists on both sides.
         now = json.loads(json.dumps(config))
         changes = [
-            f"{name} (was {old!r}, now {new!r})" for name, old, new in _differences(before, now) if name not in may_differ
+            f"{name} (was {old!r}, now {new!r})"
+            for name, old, new in _differences(before, now)
+            if name not in may_differ
         ]
         if changes:
             raise ValueError(
-                f"{self.path} was started with another configuration: {', '.join(changes)}; resume it with the same one, "
-                "or give another --run-dir"
+                f"{self.path} was started with another configuration: {', '.join(changes)}; resume it with the same "
+                "one, or give another --run-dir"
             )
 
     def _record(self, config: Mapping[str, Any], argv: Sequence[str]) -> None:

@@ -56,7 +56,7 @@ class Writer:
         self._add(Event(step=step, session_log=SessionLog(status=SessionLog.START)))
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> dict[str, float]:
-        """Writes scalars by tag; vectors are counts over the bins of `stats.LOG_RATIO_EDGES`, and go to TensorBoard only.
+        """Writes scalars by tag. Vectors are counts over the bins of `stats.LOG_RATIO_EDGES`: TensorBoard only.
 
         Returns:
             The scalars, also where nothing is written.

@@ -24,7 +24,7 @@ _MAX_DRAWS = 2000  # with a tenth of the prompts, a miss of this length has prob
 class Prompt(NamedTuple):
     """A prompt and what its completions are judged by."""
 
-    index: int  # unique within a run's split: the sampling key is derived from it
+    index: int  # type: ignore[assignment]  # unique within a run's split: the sampling key is derived from it
     text: str  # what the model sees
     answer: str  # a correct completion; empty if the task knows none
     metadata: dict[str, Any]  # what else the reward needs
@@ -100,8 +100,8 @@ class DrawnPrompts:
             if split_of(prompt.text) == self.split:
                 return prompt
         raise ValueError(
-            f"{_MAX_DRAWS} draws gave no prompt of the {self.split} split (last: {prompt.text!r}): the task has too few "
-            "different prompts"
+            f"{_MAX_DRAWS} draws gave no prompt of the {self.split} split (last: {prompt.text!r}): the task has too "
+            "few different prompts"
         )
 
 

@@ -1,4 +1,4 @@
-"""Any dataset of reasoning-gym (https://github.com/open-thought/reasoning-gym, arXiv:2505.24760), by name and settings."""
+"""Any dataset of reasoning-gym by name and settings (arXiv:2505.24760, github.com/open-thought/reasoning-gym)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import hashlib
 import math
 import threading
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -131,8 +131,8 @@ class _Draws:
         text, answer = entry["question"], entry["answer"]
         if len(text) > task.prompt_tokens:
             raise ValueError(
-                f"{task.dataset}: prompt {index} has {len(text)} characters, more than prompt_tokens={task.prompt_tokens}: "
-                f"raise it or make the prompts shorter by settings; {text[:80]!r}..."
+                f"{task.dataset}: prompt {index} has {len(text)} characters, more than prompt_tokens="
+                f"{task.prompt_tokens}: raise it or make the prompts shorter by settings; {text[:80]!r}..."
             )
         return Prompt(index, text, "" if answer is None else str(answer), entry)
 

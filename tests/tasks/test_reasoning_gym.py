@@ -1,0 +1,156 @@
+from __future__ import annotations
+
+import sys
+import threading
+
+import numpy as np
+import pytest
+from reasoning_gym.factory import DATASETS
+
+from p3o_jax.tasks import ReasoningGym
+from p3o_jax.tasks.base import split_of
+
+SMALL = {"min_terms": 2, "max_terms": 2, "max_digits": 1}
+
+
+def test_the_answer_is_right_and_others_are_not():
+    task = ReasoningGym("chain_sum", {"max_terms": 3})
+    for i in range(20):
+        prompt = task.prompts("train", 0)[i]
+        assert eval(prompt.text.split(":")[1].rstrip(" =")) == int(prompt.answer)
+        assert task.reward(prompt, f" {prompt.answer}\n") == 1.0
+        assert task.reward(prompt, str(int(prompt.answer) + 1)) < 1.0
+        assert task.reward(prompt, "") == 0.0
+
+
+def test_settings_reach_the_dataset():
+    task = ReasoningGym("chain_sum", {"min_terms": 4, "max_terms": 4})
+    texts = [task.prompts("train", 0)[i].text for i in range(20)]
+    assert all(sum(text.count(operator) for operator in ("+ ", "- ")) == 3 for text in texts)
+
+
+def test_training_and_evaluation_prompts_are_disjoint_even_where_prompts_are_few():
+    # 200 different prompts: without a split by content every one would be in both.
+    task = ReasoningGym("chain_sum", SMALL)
+    train = {task.prompts("train", seed)[i].text for seed in (0, 1) for i in range(1000)}
+    evaluation = {task.prompts("evaluation", seed)[i].text for seed in (0, 1) for i in range(200)}
+    assert len(train) > 150
+    assert len(evaluation) > 10
+    assert not train & evaluation
+
+
+def test_seeds_that_are_neighbours_share_no_run_of_prompts():
+    # The datasets seed item i with seed + i: passed on as they are, seeds 0 and 1 would have all but one item in common.
+    task = ReasoningGym("chain_sum", {"min_digits": 4})
+    texts = [{task.prompts("train", seed)[i].text for i in range(200)} for seed in (0, 1)]
+    assert not texts[0] & texts[1]
+
+
+def test_prompts_are_a_function_of_seed_and_position_in_any_order_and_thread():
+    task = ReasoningGym("word_sorting", prompt_tokens=1000)
+    expected = [task.prompts("train", 3)[i] for i in range(64)]
+    source, found = task.prompts("train", 3), {}
+
+    def read(positions):
+        for i in positions:
+            found[i] = source[i]
+
+    threads = [threading.Thread(target=read, args=(range(63 - start, -1, -4),)) for start in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [found[i] for i in range(64)] == expected
+
+
+@pytest.mark.parametrize("name", sorted(set(DATASETS) - {"composite"}))
+def test_every_dataset_can_be_made_by_its_name(name):
+    assert ReasoningGym(name).name == name
+
+
+@pytest.mark.parametrize("name", ["gcd", "leg_counting", "word_ladder", "gsm_symbolic", "list_functions", "countdown"])
+def test_datasets_of_all_kinds(name):
+    # Among them some that cannot be indexed beyond their size, and some whose verifier accepts several answers.
+    task = ReasoningGym(name, prompt_tokens=2000, response_tokens=200, num_prompts=100)
+    for split in ("train", "evaluation"):
+        source = task.prompts(split, 0)
+        for i in (0, 99):
+            prompt = source[i]
+            assert split_of(prompt.text) == split
+            assert task.reward(prompt, prompt.answer) == 1.0
+            assert task.demonstration(prompt, 0.0, np.random.default_rng(0)) == prompt.answer
+            assert task.tokenizer.decode(task.tokenizer.encode(prompt.text)) == prompt.text
+
+
+def test_demonstrations_replace_a_character_by_one_like_it():
+    task = ReasoningGym("chain_sum")
+    prompt = task.prompts("train", 0)[0]._replace(answer="a1B-" * 500)
+    demonstration = task.demonstration(prompt, 0.5, np.random.default_rng(0))
+    assert demonstration != prompt.answer
+    for before, after in zip(prompt.answer, demonstration, strict=True):
+        assert (before.isdigit(), before.islower(), before.isupper()) == (
+            after.isdigit(),
+            after.islower(),
+            after.isupper(),
+        )
+
+
+def test_a_dataset_without_answers_has_no_demonstrations():
+    task = ReasoningGym("graph_color", prompt_tokens=2000)
+    prompt = task.prompts("train", 0)[0]
+    with pytest.raises(ValueError, match="graph_color: no answer to demonstrate for prompt 0"):
+        task.demonstration(prompt, 0.1, np.random.default_rng(0))
+
+
+def test_an_error_of_the_verifier_is_not_a_reward(monkeypatch):
+    task = ReasoningGym("chain_sum")
+    prompt = task.prompts("train", 0)[0]
+
+    def broken(self, answer, entry):
+        raise RuntimeError("signal only works in the main thread")
+
+    monkeypatch.setattr(DATASETS["chain_sum"][0], "score_answer", broken)
+    with pytest.raises(RuntimeError, match="main thread") as caught:
+        task.reward(prompt, "12")
+    assert "chain_sum: while scoring '12' for prompt 0" in caught.value.__notes__[0]
+
+
+def test_a_score_that_is_not_a_number_is_an_error(monkeypatch):
+    task = ReasoningGym("chain_sum")
+    prompt = task.prompts("train", 0)[0]
+    monkeypatch.setattr(DATASETS["chain_sum"][0], "score_answer", lambda self, answer, entry: float("nan"))
+    with pytest.raises(ValueError, match="score of '12' for prompt 0 is nan"):
+        task.reward(prompt, "12")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"dataset": "chain_sums"}, "unknown reasoning-gym dataset 'chain_sums': did you mean chain_sum"),
+        ({"dataset": "@@@@"}, "unknown reasoning-gym dataset '@@@@': there are .*chain_sum"),
+        (
+            {"dataset": "chain_sum", "settings": {"max_term": 2}},
+            "chain_sum: no setting 'max_term'; did you mean 'max_terms'?",
+        ),
+        ({"dataset": "chain_sum", "settings": {"max_terms": 0}}, "max_terms must be >= min_terms"),
+        ({"dataset": "chain_sum", "settings": {"max_terms": "two"}}, r"settings {'max_terms': 'two'} are not accepted"),
+        ({"dataset": "chain_sum", "settings": {"seed": 1}}, "setting 'seed' is not free"),
+        ({"dataset": "chain_sum", "num_prompts": 0}, "num_prompts must be at least 1, got 0"),
+    ],
+)
+def test_wrong_input_is_refused_in_one_line(arguments, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        ReasoningGym(**arguments)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_prompt_that_is_too_long_is_an_error_that_says_what_to_do():
+    task = ReasoningGym("chain_sum", prompt_tokens=40)
+    with pytest.raises(ValueError, match=r"more than prompt_tokens=40: raise it"):
+        task.prompts("train", 0)[0]
+
+
+def test_without_the_package_the_error_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "reasoning_gym.factory", None)
+    with pytest.raises(ImportError, match=r"pip install 'p3o_jax\[tasks\]'"):
+        ReasoningGym("chain_sum")

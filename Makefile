@@ -1,4 +1,4 @@
-# make quickstart | test | lint | format | constraints | clean. Needs a Python >= 3.11 and nothing else.
+# make quickstart | test | lint | format | constraints | clean. Needs a Python >= 3.11 (test and lint: and a C compiler).
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -39,6 +39,7 @@ $(VENV)/.core: $(VENV)/.created pyproject.toml constraints.txt
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.created pyproject.toml constraints.txt
+	@$(BIN)/python -c 'import shutil, sys, sysconfig; sys.exit(not shutil.which((sysconfig.get_config_var("CC") or "cc").split()[0]))' || { echo "error: no C compiler; reasoning-gym, which the tests use, compiles pycosat (Debian, Ubuntu: apt install build-essential python3-dev)"; exit 1; }
 	@echo "Installing the development tools into $(VENV) ..."
 	@$(PIP_INSTALL) -e '.[dev]'
 	@touch $(VENV)/.core $@

@@ -1,0 +1,260 @@
+"""A decoder-only transformer: RMSNorm, RoPE, grouped-query attention, SwiGLU.
+
+Llama, Qwen2.5 and Qwen3 are configurations of it. Each weight is declared once with
+its shape and logical axes (`p3o_jax.sharding` maps those to the mesh). The layers'
+weights are stacked along a leading axis and the layers are a `scan`.
+
+Letters: B rows, T tokens, S cache slots, L layers, D embedding, N query heads, K key
+and value heads, H head size, F MLP width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh
+from jaxtyping import Array, Float, Int
+
+from p3o_jax import sharding
+from p3o_jax.models.attention import cached_attention, causal_attention
+
+DType = Literal["float32", "bfloat16"]
+
+
+@dataclass(frozen=True)
+class TransformerConfig:
+    """The architecture. Defaults: the 84k-parameter model of the quickstart."""
+
+    num_layers: int = 2
+    """Transformer blocks."""
+    embed_dim: int = 64
+    """Width of the residual stream."""
+    num_heads: int = 4
+    """Query heads."""
+    num_kv_heads: int = 4
+    """Key and value heads; divides num_heads."""
+    head_dim: int = 16
+    """Width of a head."""
+    mlp_dim: int = 128
+    """Width of the SwiGLU MLP."""
+    rope_theta: float = 10_000.0
+    """Base of the rotary embedding's wavelengths."""
+    norm_epsilon: float = 1e-6
+    """Added to the mean square in RMSNorm."""
+    qk_norm: bool = False
+    """RMSNorm on queries and keys (Qwen3)."""
+    attention_bias: bool = False
+    """Biases on the query, key and value projections (Qwen2.5)."""
+    tied_embeddings: bool = False
+    """The output head is the embedding."""
+    context_tokens: int = 4096
+    """Longest sequence, prompt and response together."""
+    dtype: DType = "float32"
+    """Compute dtype of the learner; parameters are float32."""
+
+    def __post_init__(self) -> None:
+        for name in ("num_layers", "embed_dim", "num_heads", "num_kv_heads", "head_dim", "mlp_dim", "context_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"model.{name} must be positive, got {getattr(self, name)}")
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"model.num_kv_heads must divide model.num_heads, got {self.num_kv_heads} and {self.num_heads}"
+            )
+        if self.head_dim % 2:
+            raise ValueError(f"model.head_dim must be even for rotary embeddings, got {self.head_dim}")
+
+
+class KVCache(NamedTuple):
+    """Keys and values of all layers; slot s of a row holds its token at position s."""
+
+    keys: Float[Array, "L B S K H"]
+    values: Float[Array, "L B S K H"]
+
+
+def _weight(
+    rngs: nnx.Rngs, shape: Sequence[int], axes: Sequence[str], fan_in: int | None = None, layers: int | None = None
+) -> nnx.Param:
+    """A float32 weight with its logical axes: normal with variance 1/fan_in, or ones where there is no fan-in."""
+    if layers is not None:
+        shape, axes = (layers, *shape), ("layers", *axes)
+    if fan_in is None:
+        value = jnp.ones(shape, jnp.float32)
+    else:
+        value = jax.random.normal(rngs.params(), shape, jnp.float32) * fan_in**-0.5
+    return nnx.Param(value, logical_axes=tuple(axes))
+
+
+def _use(param: nnx.Param, dtype: jnp.dtype, *, stacked: bool = True) -> Array:
+    """A weight as it is multiplied: in the compute dtype, gathered over `fsdp`."""
+    axes = param.get_metadata()["logical_axes"]
+    return sharding.gather_weight(param[...].astype(dtype), axes[1:] if stacked else axes)
+
+
+def _rms_norm(x: Float[Array, "... D"], scale: Float[Array, " D"], epsilon: float) -> Float[Array, "... D"]:
+    x32 = x.astype(jnp.float32)
+    normed = x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + epsilon)
+    return (normed * scale.astype(jnp.float32)).astype(x.dtype)
+
+
+def _rotate(x: Float[Array, "B T N H"], positions: Int[Array, "B T"], theta: float) -> Float[Array, "B T N H"]:
+    """Rotary position embedding on half-split pairs, as in the Hugging Face checkpoints (arXiv:2104.09864)."""
+    half = x.shape[-1] // 2
+    wavelengths = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    angles = positions.astype(jnp.float32)[..., None, None] * wavelengths
+    sin, cos = jnp.sin(angles), jnp.cos(angles)
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+
+
+class _Layers(nnx.Module):
+    """The weights of all blocks, stacked; merged with one layer's slice inside the scan it is one block."""
+
+    def __init__(self, config: TransformerConfig, rngs: nnx.Rngs):
+        c, layers = config, config.num_layers
+        self.config = config
+        self.attention_norm = _weight(rngs, (c.embed_dim,), ("norm",), layers=layers)
+        qkv = [
+            ("query", c.num_heads, "heads"),
+            ("key", c.num_kv_heads, "kv_heads"),
+            ("value", c.num_kv_heads, "kv_heads"),
+        ]
+        for name, heads, axis in qkv:
+            shape = (c.embed_dim, heads, c.head_dim)
+            setattr(self, name, _weight(rngs, shape, ("embed", axis, "head_dim"), c.embed_dim, layers))
+            if c.attention_bias:
+                bias = nnx.Param(jnp.zeros((layers, heads, c.head_dim)), logical_axes=("layers", axis, "head_dim"))
+                setattr(self, f"{name}_bias", bias)
+        if c.qk_norm:
+            self.query_norm = _weight(rngs, (c.head_dim,), ("head_dim",), layers=layers)
+            self.key_norm = _weight(rngs, (c.head_dim,), ("head_dim",), layers=layers)
+        out = (c.num_heads, c.head_dim, c.embed_dim)
+        self.attention_out = _weight(rngs, out, ("heads", "head_dim", "embed"), c.num_heads * c.head_dim, layers)
+        self.mlp_norm = _weight(rngs, (c.embed_dim,), ("norm",), layers=layers)
+        self.gate = _weight(rngs, (c.embed_dim, c.mlp_dim), ("embed", "mlp"), c.embed_dim, layers)
+        self.up = _weight(rngs, (c.embed_dim, c.mlp_dim), ("embed", "mlp"), c.embed_dim, layers)
+        self.down = _weight(rngs, (c.mlp_dim, c.embed_dim), ("mlp", "embed"), c.mlp_dim, layers)
+
+    def project(self, name: str, x: Float[Array, "B T D"]) -> Float[Array, "B T N H"]:
+        heads = jnp.einsum("BTD,DNH->BTNH", x, _use(getattr(self, name), x.dtype))
+        if self.config.attention_bias:
+            heads = heads + _use(getattr(self, f"{name}_bias"), x.dtype)
+        return heads
+
+    def block(self, x: Float[Array, "B T D"], positions: Int[Array, "B T"], attend: Callable) -> tuple[Array, tuple]:
+        """One block. `attend(q, k, v)` gives the attention's output and what the caller keeps of k and v."""
+        c = self.config
+        normed = _rms_norm(x, self.attention_norm[...], c.norm_epsilon)
+        query, key, value = (self.project(name, normed) for name in ("query", "key", "value"))
+        if c.qk_norm:
+            query = _rms_norm(query, self.query_norm[...], c.norm_epsilon)
+            key = _rms_norm(key, self.key_norm[...], c.norm_epsilon)
+        query, key = (_rotate(heads, positions, c.rope_theta) for heads in (query, key))
+        attended, kept = attend(query, key, value)
+        out = jnp.einsum("BTNH,NHD->BTD", attended, _use(self.attention_out, x.dtype))
+        x = x + sharding.sum_over_tensor(out)
+
+        normed = _rms_norm(x, self.mlp_norm[...], c.norm_epsilon)
+        hidden = jax.nn.silu(normed @ _use(self.gate, x.dtype)) * (normed @ _use(self.up, x.dtype))
+        return x + sharding.sum_over_tensor(hidden @ _use(self.down, x.dtype)), kept
+
+
+class Transformer(nnx.Module):
+    """The model. `hidden` and `decode` give final hidden states, `logits` turns them into logits."""
+
+    def __init__(self, config: TransformerConfig, vocab_size: int, rngs: nnx.Rngs):
+        self.config = config
+        self.vocab_size = vocab_size
+        axes = ("vocabulary", "embed")
+        self.embedding = _weight(rngs, (vocab_size, config.embed_dim), axes, config.embed_dim)
+        self.layers = _Layers(config, rngs)
+        self.final_norm = _weight(rngs, (config.embed_dim,), ("norm",))
+        if not config.tied_embeddings:
+            self.head = _weight(rngs, (vocab_size, config.embed_dim), axes, config.embed_dim)
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        return jnp.dtype(self.config.dtype)
+
+    def embed(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+        table = _use(self.embedding, self.dtype, stacked=False)
+        local = tokens - sharding.tensor_index() * table.shape[0]  # the vocabulary may be sharded over `tensor`
+        here = (local >= 0) & (local < table.shape[0])
+        rows = table[jnp.where(here, local, 0)]
+        return sharding.sum_over_tensor(jnp.where(here[..., None], rows, jnp.zeros((), self.dtype)))
+
+    def hidden(
+        self,
+        tokens: Int[Array, "B T"],
+        positions: Int[Array, "B T"],
+        segment_ids: Int[Array, "B T"] | None = None,
+    ) -> tuple[Float[Array, "B T D"], KVCache]:
+        """Whole sequences: the final hidden states, and all keys and values (dropped by XLA where unused).
+
+        Attention is causal in the order of columns, and within a segment if `segment_ids` is given.
+        Padding at the end of a row needs no mask: nothing before it can see it.
+        """
+
+        def attend(query, key, value):
+            return causal_attention(query, key, value, segment_ids), KVCache(key, value)
+
+        graphdef, stacked = nnx.split(self.layers)
+
+        @jax.checkpoint
+        def layer(x, weights):
+            return nnx.merge(graphdef, weights).block(x, positions, attend)
+
+        x, cache = jax.lax.scan(layer, self.embed(tokens), stacked)
+        return _rms_norm(x, self.final_norm[...], self.config.norm_epsilon), cache
+
+    def decode(
+        self, tokens: Int[Array, " B"], positions: Int[Array, " B"], cache: KVCache
+    ) -> tuple[Float[Array, "B D"], KVCache]:
+        """One token a row, at its own position: the final hidden states, and the cache with the token in it."""
+        graphdef, stacked = nnx.split(self.layers)
+        rows = jnp.arange(tokens.shape[0])
+
+        def layer(carry, weights_and_index):
+            x, (keys, values) = carry
+            weights, index = weights_and_index
+
+            def attend(query, key, value):
+                # The cache is carried, not scanned over, so that XLA updates it in place.
+                new_keys = keys.at[index, rows, positions].set(key[:, 0].astype(keys.dtype))
+                new_values = values.at[index, rows, positions].set(value[:, 0].astype(values.dtype))
+                cached = (part[index].astype(query.dtype) for part in (new_keys, new_values))
+                attended = cached_attention(query, *cached, positions + 1)
+                return attended, KVCache(new_keys, new_values)
+
+            return nnx.merge(graphdef, weights).block(x, positions[:, None], attend), None
+
+        indices = jnp.arange(self.config.num_layers)
+        (x, cache), _ = jax.lax.scan(layer, (self.embed(tokens[:, None]), cache), (stacked, indices))
+        return _rms_norm(x[:, 0], self.final_norm[...], self.config.norm_epsilon), cache
+
+    def output_weights(self) -> Float[Array, "V D"]:
+        """The output head in the compute dtype; V is this device's part of the vocabulary."""
+        return _use(self.embedding if self.config.tied_embeddings else self.head, self.dtype, stacked=False)
+
+    def logits(self, hidden: Float[Array, "... D"]) -> Float[Array, "... V"]:
+        """Float32 logits, accumulated in float32."""
+        return jnp.einsum("...D,VD->...V", hidden, self.output_weights(), preferred_element_type=jnp.float32)
+
+
+def abstract_model(config: TransformerConfig, vocab_size: int) -> tuple[nnx.GraphDef, nnx.State]:
+    """The model's structure, and its parameters as shapes with their logical axes; nothing is allocated."""
+    model = nnx.eval_shape(lambda: Transformer(config, vocab_size, nnx.Rngs(0)))
+    return nnx.split(model)
+
+
+def weight_specs(abstract: nnx.State, mesh: Mesh, rules: Mapping[str, str | None]) -> nnx.State:
+    """The partition of every weight: a tree like `abstract`."""
+    return jax.tree.map(
+        lambda param: param.replace(sharding.weight_spec(param.get_metadata()["logical_axes"], mesh, rules)),
+        abstract,
+        is_leaf=lambda node: isinstance(node, nnx.Variable),
+    )

@@ -1,0 +1,1 @@
+"""One file a claim: variants, command, expected time and result."""

@@ -1,0 +1,109 @@
+"""Command lines: an experiment's variants as subcommands, every field of their configuration as a flag."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import jax
+import numpy as np
+import tyro
+
+from p3o_jax.compilation_cache import enable_compilation_cache
+from p3o_jax.config import Config
+from p3o_jax.train import train
+from p3o_jax.writers import read_metrics
+
+
+@dataclass(frozen=True)
+class Run:
+    """What to run, and where."""
+
+    config: Annotated[Config, tyro.conf.arg(name="")]
+    run_dir: Path | None = None
+    """Directory of the run. Default: runs/EXPERIMENT/VARIANT/TIME."""
+    resume: bool = False
+    """Continue the run in --run-dir from its newest checkpoint."""
+    distributed: bool = False
+    """This process is one of several hosts (jax.distributed; needs --run-dir)."""
+
+
+def run_experiment(name: str, description: str, variants: Mapping[str, Config]) -> None:
+    """`python -m experiments.NAME [VARIANT] [--overrides]`; without a variant, all of them, one after another.
+
+    Exits with status 2 and one line if the command line or the configuration is wrong.
+    """
+    arguments = sys.argv[1:]
+    try:
+        runs = parse(name, description, variants, arguments)
+        if any(run.distributed for run in runs.values()):
+            jax.distributed.initialize()
+        enable_compilation_cache()
+        run_dirs, seconds = {}, {}
+        for variant, run in runs.items():
+            run_dirs[variant] = run.run_dir or Path("runs", name, variant, time.strftime("%Y-%m-%d_%H-%M-%S"))
+            print(f"{name} {variant}: {run_dirs[variant]}", flush=True)
+            started = time.perf_counter()
+            command = [sys.executable, "-m", f"experiments.{name}", *arguments]
+            train(run.config, run_dirs[variant], resume=run.resume, argv=command)
+            seconds[variant] = time.perf_counter() - started
+    except (ValueError, FileExistsError, FileNotFoundError, ImportError, FloatingPointError) as error:
+        sys.exit(f"error: {error}")
+    if jax.process_index() == 0:
+        logdir = Path(os.path.commonpath([run_dir.absolute() for run_dir in run_dirs.values()]))
+        print(f"\n{summary(run_dirs, seconds)}\n")
+        print(f"Curves: {Path(sys.executable).parent / 'tensorboard'} --logdir {os.path.relpath(logdir)}")
+
+
+def parse(name: str, description: str, variants: Mapping[str, Config], arguments: Sequence[str]) -> dict[str, Run]:
+    """The runs that a command line asks for, by variant."""
+    chosen = arguments[:1] if arguments and arguments[0] in (*variants, "-h", "--help") else []
+    rest = arguments[len(chosen) :]
+    if not chosen and arguments and not arguments[0].startswith("-"):
+        raise ValueError(f"unknown variant {arguments[0]!r}; choose from {', '.join(variants)}")
+    runs = {}
+    for variant in chosen or variants:
+        runs[variant] = tyro.extras.overridable_config_cli(
+            {key: (describe(config), Run(config)) for key, config in variants.items()},
+            prog=f"python -m experiments.{name}",
+            description=description,
+            args=[variant, *rest],
+            config=(tyro.conf.AvoidSubcommands,),
+        )
+    for run in runs.values():
+        if run.run_dir is None and (run.resume or run.distributed):
+            raise ValueError("--resume and --distributed need --run-dir")
+        if run.run_dir is not None and len(runs) > 1:
+            raise ValueError("--run-dir needs a variant: each variant is a run of its own")
+    return runs
+
+
+def describe(config: Config) -> str:
+    """A variant in a few words."""
+    return (
+        f"{type(config.objective).__name__} on {config.task.name}, sampled at temperature {config.sampler_temperature}"
+    )
+
+
+def summary(run_dirs: Mapping[str, Path], seconds: Mapping[str, float]) -> str:
+    """A table of what the runs reached, from their metrics."""
+    header = ("variant", "pass@1 before", "after", "greedy", "ESS mean", "ESS min", "minutes")
+    rows = [header]
+    for variant, run_dir in run_dirs.items():
+        lines = read_metrics(run_dir)
+
+        def series(suffix: str, lines: list = lines) -> list[float]:
+            return [value for line in lines for tag, value in line.items() if tag.endswith(suffix)] or [math.nan]
+
+        rewards, ess = series("/pass@1"), series("policy/ess")
+        values = (rewards[0], rewards[-1], series("/greedy")[-1], np.mean(ess), np.min(series("policy/ess_min")))
+        rows.append((variant, *(f"{value:.3f}" for value in values), f"{seconds[variant] / 60:.1f}"))
+    return "\n".join(
+        "  ".join(f"{cell:>{len(title)}}" for cell, title in zip(row, header, strict=True)) for row in rows
+    )

@@ -1,0 +1,203 @@
+"""The configuration of a run: typed, complete, validated before anything compiles, and JSON and back."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import cattrs
+import cattrs.gen
+from cattrs import transform_error
+from cattrs.strategies import configure_union_passthrough
+
+from p3o_jax.advantages import Advantages, GroupZScore
+from p3o_jax.models.transformer import TransformerConfig
+from p3o_jax.objectives import P3O, Aggregation, Objective
+from p3o_jax.optimizer import OptimizerConfig
+from p3o_jax.precision import Precision
+from p3o_jax.sharding import MeshShape
+from p3o_jax.tasks import SortDigits, Task
+from p3o_jax.warm_start import WarmStart
+
+
+@dataclass(frozen=True)
+class Config:
+    """One training run. A rollout step samples once and makes epochs x minibatches optimizer updates."""
+
+    task: Task = SortDigits()
+    """Prompts and their reward."""
+    model: TransformerConfig = TransformerConfig()
+    """The policy's architecture."""
+    warm_start: WarmStart | None = None
+    """Supervised training before RL, for a randomly initialised model."""
+    objective: Objective = P3O()
+    """What is minimised."""
+    advantages: Advantages = GroupZScore()
+    """Rewards -> advantages."""
+    optimizer: OptimizerConfig = OptimizerConfig()
+    """Optimizer and learning-rate schedule."""
+    mesh: MeshShape = MeshShape()
+    """How the devices share the work."""
+
+    seed: int = 0
+    """Everything random is a function of it."""
+    num_steps: int = 60
+    """Rollout steps."""
+    prompts_per_step: int = 32
+    """Prompts sampled in a rollout step, over all devices."""
+    samples_per_prompt: int = 8
+    """Responses to each prompt: the group over which advantages are taken."""
+    epochs: int = 1
+    """Passes over the rollouts of a step."""
+    minibatches: int = 1
+    """Optimizer updates in a pass."""
+    micro_batches: int = 1
+    """Parts in which an update's rows go through the model; changes memory, not the result."""
+    staleness: int = 0
+    """Rollouts are sampled by the policy of this many rollout steps ago."""
+
+    sampler_temperature: float = 1.0
+    """Temperature rollouts are sampled at."""
+    learner_temperature: float | None = None
+    """Temperature of the policy that is optimised; None: the sampler's."""
+    precision: Precision = Precision()
+    """The sampler's formats."""
+
+    evaluate_every: int = 20
+    """Rollout steps between evaluations; before the first and after the last there always is one. 0: none."""
+    evaluation_prompts: int = 256
+    """Size of the fixed evaluation set, disjoint from the training prompts."""
+    evaluation_samples: int = 2
+    """Samples per evaluation prompt for pass@1, at temperature 1."""
+    save_every: int = 20
+    """Rollout steps between checkpoints; after the last there always is one."""
+    write_rollouts_every: int = 20
+    """Rollout steps between files of readable rollouts. 0: none."""
+    max_skipped_updates: int = 10
+    """Stop after this many non-finite updates in a row."""
+
+    def __post_init__(self) -> None:
+        positive = (
+            "num_steps", "prompts_per_step", "samples_per_prompt", "epochs", "minibatches", "micro_batches",
+            "evaluation_prompts", "evaluation_samples", "save_every", "max_skipped_updates",
+        )  # fmt: skip
+        for name in positive:
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name in ("staleness", "evaluate_every", "write_rollouts_every", "seed"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
+        for name in ("sampler_temperature", "learner_temperature"):
+            temperature = getattr(self, name)
+            if temperature is not None and not temperature > 0:
+                raise ValueError(f"{name} must be positive, got {temperature}")
+
+    @property
+    def num_updates(self) -> int:
+        """Optimizer updates in the whole run."""
+        return self.num_steps * self.epochs * self.minibatches
+
+    def is_due(self, step: int, every: int) -> bool:
+        """Whether something done every so many steps is done at this one; the last step always is. 0: never."""
+        return every > 0 and (step % every == 0 or step == self.num_steps)
+
+
+def validate(config: Config, *, batch_shards: int, num_processes: int) -> None:
+    """Checks what depends on the devices and on the task, before anything compiles.
+
+    Args:
+        batch_shards: devices that the rows of a batch are spread over.
+        num_processes: hosts.
+
+    Raises:
+        ValueError: what does not fit, and what to change.
+    """
+    c = config
+    if c.prompts_per_step % c.minibatches:
+        raise ValueError(f"prompts_per_step={c.prompts_per_step} does not divide into minibatches={c.minibatches}")
+    prompts = c.prompts_per_step // c.minibatches
+    rows = prompts * c.samples_per_prompt
+    if prompts % num_processes:
+        raise ValueError(f"{prompts} prompts in a minibatch do not divide over {num_processes} hosts")
+    if rows % (batch_shards * c.micro_batches):
+        raise ValueError(
+            f"a minibatch of {prompts} prompts x samples_per_prompt={c.samples_per_prompt} = {rows} rows does not "
+            f"divide over {batch_shards} devices x micro_batches={c.micro_batches}"
+        )
+    if c.prompts_per_step % batch_shards:
+        raise ValueError(f"prompts_per_step={c.prompts_per_step} does not divide over {batch_shards} devices")
+    tokens = c.task.max_prompt_tokens + c.task.max_response_tokens
+    if tokens > c.model.context_tokens:
+        raise ValueError(
+            f"prompts of up to {c.task.max_prompt_tokens} and responses of up to {c.task.max_response_tokens} tokens "
+            f"exceed model.context_tokens={c.model.context_tokens}"
+        )
+    for axis, size, names in (
+        ("tensor", c.mesh.tensor, ("num_heads", "num_kv_heads", "mlp_dim")),
+        ("fsdp", c.mesh.fsdp, ("embed_dim",)),
+    ):
+        for name in names:
+            if getattr(c.model, name) % size:
+                raise ValueError(f"model.{name}={getattr(c.model, name)} does not divide over mesh.{axis}={size}")
+    if c.task.tokenizer.vocab_size % c.mesh.tensor:
+        raise ValueError(
+            f"a vocabulary of {c.task.tokenizer.vocab_size} does not divide over mesh.tensor={c.mesh.tensor}"
+        )
+
+
+# JSON. A field whose type is open (a task, an objective) is stored with the class it holds, as `module:Class`, so
+# that an experiment's own objective reloads like a built-in one.
+
+_OPEN_TYPES = (Task, Objective, Advantages, Aggregation)
+_CLASS = "class"
+
+
+def _make_converter() -> cattrs.Converter:
+    converter = cattrs.Converter(forbid_extra_keys=True)
+
+    def is_open(cls: Any) -> bool:
+        return cls in _OPEN_TYPES
+
+    def unstructure(value: Any) -> dict[str, Any]:
+        cls = type(value)
+        fields = cattrs.gen.make_dict_unstructure_fn(cls, converter)(value)
+        return {_CLASS: f"{cls.__module__}:{cls.__qualname__}", **fields}
+
+    def structure(data: Any, _: Any) -> Any:
+        fields = dict(data)
+        module, _, name = fields.pop(_CLASS).partition(":")
+        cls = getattr(importlib.import_module(module), name)
+        if not dataclasses.is_dataclass(cls):
+            raise TypeError(f"{module}:{name} is not a dataclass")
+        return cattrs.gen.make_dict_structure_fn(cls, converter, _cattrs_forbid_extra_keys=True)(fields, cls)
+
+    converter.register_unstructure_hook_func(is_open, unstructure)
+    converter.register_structure_hook_func(is_open, structure)
+    configure_union_passthrough(bool | int | float | str, converter)  # settings of a task, which JSON tells apart
+    return converter
+
+
+def to_json(config: Config) -> dict[str, Any]:
+    """The complete configuration as JSON values."""
+    return _make_converter().unstructure(config)
+
+
+def from_json(data: dict[str, Any]) -> Config:
+    """The inverse of `to_json`.
+
+    Raises:
+        ValueError: an unknown field, a missing class or a value of the wrong type, with its path.
+    """
+    try:
+        return _make_converter().structure(data, Config)
+    except Exception as error:
+        raise ValueError("config: " + "; ".join(transform_error(error, path="config"))) from error
+
+
+def load(path: Any) -> Config:
+    """Reads a `config.json`."""
+    with open(path) as file:
+        return from_json(json.load(file))

@@ -1,0 +1,232 @@
+"""The learner: one jitted update, the same however the batch is cut.
+
+1. statistics of the whole optimizer batch (a gradient-free pass, only if the objective has any
+   and there is more than one micro-batch), reduced over devices once
+2. gradients of local sums over one global denominator, accumulated over micro-batches in
+   float32, reduced over `data` once
+3. clip, AdamW, and a guard: nothing changes, anywhere, if loss or gradient is not finite
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Float, Int
+
+from p3o_jax import metrics as metrics_lib
+from p3o_jax import sharding
+from p3o_jax.models.log_probs import token_log_probs
+from p3o_jax.models.transformer import Transformer, TransformerConfig, abstract_model, weight_specs
+from p3o_jax.objectives.base import Objective
+from p3o_jax.optimizer import OptimizerConfig, learning_rate_schedule, make_optimizer, select
+from p3o_jax.types import Batch, Policy
+
+Metrics = dict[str, Any]
+
+
+class TrainState(NamedTuple):
+    """What an update changes; a skipped update changes the last two fields only."""
+
+    params: nnx.State  # float32
+    opt_state: optax.OptState
+    num_updates: Int[Array, ""]  # applied
+    num_skipped: Int[Array, ""]  # since the start of the run
+    num_skipped_in_a_row: Int[Array, ""]
+
+
+class Learner:
+    """Updates a model's parameters by an objective, on a mesh."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        vocab_size: int,
+        objective: Objective,
+        optimizer: OptimizerConfig,
+        mesh: Mesh,
+        *,
+        num_updates: int,
+        micro_batches: int = 1,
+    ):
+        """
+        Args:
+            num_updates: optimizer updates in the whole run, for the learning-rate schedule.
+            micro_batches: in how many parts each device's rows go through the model.
+        """
+        self.mesh, self.objective, self.micro_batches = mesh, objective, micro_batches
+        self._config, self._vocab_size = config, vocab_size
+        self._graphdef, self._abstract = abstract_model(config, vocab_size)
+        self._specs = weight_specs(self._abstract, mesh, sharding.LEARNER_RULES)
+        self._optimizer = make_optimizer(optimizer, num_updates)
+        self._learning_rate = learning_rate_schedule(optimizer, num_updates)
+        self.update = jax.jit(self._update, donate_argnums=0)
+        """(state, batch) -> (state, metrics): one optimizer update; the old state's buffers are reused."""
+        self.log_probs = jax.jit(self._sharded_log_probs)
+        """(params, batch) -> log-probs and entropy [B, T] of the batch's targets, no gradient."""
+
+    def init(self, key: Array) -> TrainState:
+        """Random parameters, created where they belong on the mesh."""
+
+        def create(key: Array) -> nnx.State:
+            return nnx.state(Transformer(self._config, self._vocab_size, nnx.Rngs(params=key)))
+
+        return self.init_from(jax.jit(create, out_shardings=self._shardings(self._specs))(key))
+
+    def init_from(self, params: nnx.State) -> TrainState:
+        """A fresh optimizer for given parameters, which are copied."""
+        return jax.jit(self._fresh, out_shardings=self.state_shardings())(params)
+
+    def _fresh(self, params: nnx.State) -> TrainState:
+        zero = jnp.zeros((), jnp.int32)
+        copy = jax.tree.map(partial(jnp.array, copy=True), params)
+        return TrainState(copy, self._optimizer.init(params), zero, zero, zero)
+
+    def abstract_state(self) -> TrainState:
+        """Shapes, dtypes and shardings of the state, for restoring a checkpoint."""
+        shapes = jax.eval_shape(self._fresh, self._abstract)
+        return jax.tree.map(
+            lambda shape, place: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=place),
+            shapes,
+            self.state_shardings(),
+        )
+
+    def state_shardings(self) -> TrainState:
+        """Parameters by the table of logical axes; moments lie where their parameters do."""
+        whole = NamedSharding(self.mesh, PartitionSpec())
+        params = self._shardings(self._specs)
+        shapes = jax.eval_shape(self._optimizer.init, self._abstract)
+        opt_state = optax.tree.map_params(
+            self._optimizer, lambda _, place: place, shapes, params, transform_non_params=lambda _: whole
+        )
+        return TrainState(params, opt_state, whole, whole, whole)
+
+    def _shardings(self, specs: Any) -> Any:
+        return jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), specs)
+
+    # One update, in plain jit: what needs no manual communication.
+
+    def _update(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        gradients, loss, statistics, metrics = self._sharded_gradients(state.params, batch)
+        gradient_norm = optax.global_norm(gradients)
+        finite = jnp.isfinite(loss) & jnp.isfinite(gradient_norm)
+
+        updates, opt_state = self._optimizer.update(gradients, state.opt_state, state.params)
+        factor = self.objective.learning_rate_factor(statistics)
+        params = optax.apply_updates(state.params, jax.tree.map(lambda update: update * factor, updates))
+
+        skipped = (~finite).astype(jnp.int32)
+        new_state = TrainState(
+            params=select(finite, params, state.params),
+            opt_state=select(finite, opt_state, state.opt_state),
+            num_updates=state.num_updates + 1 - skipped,
+            num_skipped=state.num_skipped + skipped,
+            num_skipped_in_a_row=(state.num_skipped_in_a_row + 1) * skipped,
+        )
+        one = jnp.ones((), jnp.float32)
+        learning_rate = jnp.asarray(self._learning_rate(state.num_updates) * factor, jnp.float32)
+        metrics |= {
+            "optim/grad_norm": metrics_lib.Mean(gradient_norm, one),
+            "optim/grad_norm_max": metrics_lib.Max(gradient_norm),
+            "optim/learning_rate": metrics_lib.Mean(learning_rate, one),
+            "optim/skipped_updates": metrics_lib.Sum(skipped.astype(jnp.float32)),
+        }
+        return new_state, metrics
+
+    # What runs on each device, on its rows and its shards of the weights.
+
+    def _sharded_gradients(self, params: nnx.State, batch: Batch):
+        whole = PartitionSpec()
+        gradients = jax.shard_map(
+            self._local_gradients,
+            mesh=self.mesh,
+            in_specs=(self._specs, sharding.batch_spec(self.mesh)),
+            out_specs=(self._specs, whole, whole, whole),
+        )
+        return gradients(params, batch)
+
+    def _sharded_log_probs(self, params: nnx.State, batch: Batch) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
+        rows = sharding.batch_spec(self.mesh)
+
+        def local(params: nnx.State, batch: Batch):
+            policies = jax.lax.map(partial(self._policy, params), self._split(batch))
+            return tuple(leaf.reshape(batch.mask.shape) for leaf in (policies.log_probs, policies.entropy))
+
+        run = jax.shard_map(local, mesh=self.mesh, in_specs=(self._specs, rows), out_specs=(rows, rows))
+        return run(params, batch)
+
+    def _split(self, batch: Batch) -> Batch:
+        """Rows [B, ...] -> micro-batches [M, B / M, ...]."""
+        count = self.micro_batches
+        return jax.tree.map(lambda leaf: leaf.reshape(count, leaf.shape[0] // count, *leaf.shape[1:]), batch)
+
+    def _policy(self, params: nnx.State, batch: Batch) -> Policy:
+        """What the objective sees of the model on these rows."""
+        model: Transformer = nnx.merge(self._graphdef, params)
+        inputs = batch.inputs
+        hidden, _ = model.hidden(inputs.tokens, inputs.positions, batch.segment_ids)
+        log_probs, entropy = token_log_probs(hidden, model.output_weights(), inputs.targets, inputs.temperature)
+        return Policy(log_probs, entropy)
+
+    def _local_gradients(self, params: nnx.State, batch: Batch):
+        objective, axes = self.objective, sharding.batch_axes()
+        denominator = jnp.maximum(sharding.sum_over_batch(objective.aggregation.count(batch)), 1.0)
+        micro_batches = self._split(batch)
+        local_params = sharding.vary_over_batch(params)
+
+        def reduced_statistics(policy: Policy, rows: Batch):
+            statistics = objective.statistics(jax.lax.stop_gradient(policy), rows)
+            return metrics_lib.all_reduce(statistics, axes)
+
+        whole_batch = objective.statistics_scope == "batch" and self.micro_batches > 1
+        if whole_batch:
+            parts = jax.lax.map(
+                lambda rows: objective.statistics(self._policy(local_params, rows), rows), micro_batches
+            )
+            statistics = metrics_lib.all_reduce(metrics_lib.fold(parts), axes)
+
+        def local_loss(params: nnx.State, rows: Batch):
+            """This device's share of the loss, so that its gradient is a share of the gradient."""
+            policy = self._policy(params, rows)
+            of_batch = statistics if whole_batch else reduced_statistics(policy, rows)
+            per_token, metrics = objective.loss(policy, rows, of_batch)
+            share = jnp.sum(objective.aggregation.weights(rows) * per_token) / denominator
+            return share, (of_batch, metrics)
+
+        value_and_gradient = jax.value_and_grad(local_loss, has_aux=True)
+        if self.micro_batches == 1:
+            only = jax.tree.map(lambda leaf: leaf[0], micro_batches)
+            (loss, (statistics, metrics)), gradients = value_and_gradient(local_params, only)
+            metrics = jax.tree.map(lambda leaf: leaf[None], metrics)
+        else:
+
+            def accumulate(total, rows: Batch):
+                (loss, (of_batch, metrics)), gradients = value_and_gradient(local_params, rows)
+                return jax.tree.map(jnp.add, total, gradients), (loss, of_batch, metrics)
+
+            zeros = jax.tree.map(lambda p: sharding.match_variance(jnp.zeros(p.shape, p.dtype), p), local_params)
+            gradients, (losses, of_micro_batches, metrics) = jax.lax.scan(accumulate, zeros, micro_batches)
+            loss = losses.sum()
+            if not whole_batch:
+                statistics = metrics_lib.fold(of_micro_batches)
+
+        metrics = metrics_lib.all_reduce(metrics, axes)  # [M] of each, reduced over devices in one go
+        worst = jnp.min(metrics["policy/ess"].value())
+        metrics = {tag: _of_this_batch(metric) for tag, metric in metrics_lib.fold(metrics).items()}
+        metrics["policy/ess_min"] = metrics_lib.Min(metrics["policy/ess"].value())
+        metrics["policy/ess_min_micro_batch"] = metrics_lib.Min(worst)
+        gradients = sharding.reduce_gradients(gradients, params)
+        return gradients, sharding.sum_over_batch(loss), statistics, metrics
+
+
+def _of_this_batch(metric: metrics_lib.Metric) -> metrics_lib.Metric:
+    """A metric that several updates' metrics can be merged with: an ESS belongs to one optimizer batch, so of
+    several the mean is logged, not the ESS of all their ratios, which compare with different policies."""
+    if isinstance(metric, metrics_lib.Mean | metrics_lib.Sum | metrics_lib.Max | metrics_lib.Min):
+        return metric
+    return metrics_lib.Mean(metric.value(), jnp.ones((), jnp.float32))

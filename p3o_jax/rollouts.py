@@ -1,0 +1,199 @@
+"""From rollouts to what the learner consumes: rewards, batches, minibatches, and past policies.
+
+Everything here is on the host, on this process's rows: numpy in, numpy out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from p3o_jax import sharding
+from p3o_jax.models.tokenizer import Tokenizer
+from p3o_jax.tasks.base import Prompt, Task
+from p3o_jax.types import Batch, FinishReason, Inputs, Rollout
+
+
+def local_prompts(
+    prompts: Sequence[Prompt], minibatches: int, num_processes: int = 1, process: int = 0
+) -> list[Prompt]:
+    """The prompts this process samples for: an equal part of every minibatch.
+
+    Minibatch m is the m-th part of the step's prompts, whatever the number of processes,
+    so an update sees the same rows on one host as on many.
+    """
+    part = len(prompts) // minibatches
+    share = part // num_processes
+    starts = (m * part + process * share for m in range(minibatches))
+    return [prompt for start in starts for prompt in prompts[start : start + share]]
+
+
+def responses(rollout: Rollout) -> list[list[int]]:
+    """Each row's response as token ids, without the token that ended it."""
+    ended = rollout.finish_reason != FinishReason.LENGTH
+    starts = rollout.prompt_length
+    ends = starts + rollout.response_length - ended
+    return [row[start:end].tolist() for row, start, end in zip(rollout.tokens, starts, ends, strict=True)]
+
+
+def score(task: Task, prompts: Sequence[Prompt], rollout: Rollout) -> tuple[list[str], np.ndarray]:
+    """Completions as text and their rewards [B], float32.
+
+    Raises:
+        ValueError: a reward is not a finite number (an error is never a reward of zero).
+    """
+    by_index = {prompt.index: prompt for prompt in prompts}
+    asked = [by_index[int(group)] for group in rollout.group]
+    completions = [task.tokenizer.decode(ids) for ids in responses(rollout)]
+    rewards = np.asarray([task.reward(p, c) for p, c in zip(asked, completions, strict=True)], np.float32)
+    if not np.isfinite(rewards).all():
+        row = int(np.flatnonzero(~np.isfinite(rewards))[0])
+        raise ValueError(f"reward of prompt {asked[row].index} is {rewards[row]}; completion: {completions[row]!r}")
+    return completions, rewards
+
+
+def make_batch(rollout: Rollout, advantages: np.ndarray, *, learner_temperature: float | None, step: int) -> Batch:
+    """Rollouts [B, S] as a batch [B, S - 1] aligned with predictions.
+
+    Args:
+        learner_temperature: None: each row's own sampling temperature.
+        step: rollout steps that the learner has been trained for.
+
+    Raises:
+        ValueError: a behaviour log-prob of a response token is missing (not finite) or not a log-probability.
+    """
+    rows, slots = rollout.tokens.shape
+    if rollout.behaviour_log_probs.shape != (rows, slots) or advantages.shape != (rows,):
+        raise ValueError(
+            f"batch: tokens {rollout.tokens.shape}, behaviour_log_probs {rollout.behaviour_log_probs.shape} and "
+            f"advantages {advantages.shape} do not belong together"
+        )
+    at = np.arange(1, slots)[None, :]  # positions of the targets
+    start = rollout.prompt_length[:, None]
+    mask = (at >= start) & (at < start + rollout.response_length[:, None])
+    behaviour = rollout.behaviour_log_probs[:, 1:]
+    with np.errstate(invalid="ignore"):
+        bad = mask & ~((behaviour <= 0) & np.isfinite(behaviour))
+    if bad.any():
+        row, column = (int(i) for i in np.argwhere(bad)[0])
+        raise ValueError(
+            f"batch: {bad.sum()} behaviour log-probs are missing or positive; first in row {row} (prompt "
+            f"{rollout.group[row]}) at token {column + 1}: {behaviour[row, column]}"
+        )
+
+    def per_token(values: Any, dtype: type) -> np.ndarray:
+        return np.ascontiguousarray(np.broadcast_to(np.asarray(values, dtype)[:, None], mask.shape))
+
+    temperature = rollout.temperature if learner_temperature is None else np.full(rows, learner_temperature)
+    positions = np.broadcast_to(np.arange(slots - 1, dtype=np.int32), mask.shape)
+    return Batch(
+        mask=mask,
+        behaviour_log_probs=behaviour,
+        advantages=per_token(advantages, np.float32),
+        staleness=per_token(step - rollout.policy_version, np.int32),
+        source=per_token(rollout.source, np.int32),
+        inputs=Inputs(
+            tokens=rollout.tokens[:, :-1],
+            targets=rollout.tokens[:, 1:],
+            positions=np.ascontiguousarray(positions),
+            temperature=per_token(temperature, np.float32),
+        ),
+    )
+
+
+def minibatches(batch: Batch, count: int, epochs: int) -> Iterator[Batch]:
+    """`count` equal parts of the rows, in order, `epochs` times over."""
+    rows = batch.mask.shape[0] // count
+    for _ in range(epochs):
+        for i in range(count):
+            yield jax.tree.map(lambda leaf, start=i * rows: leaf[start : start + rows], batch)
+
+
+def rollout_metrics(rollout: Rollout, rewards: np.ndarray, step: int) -> dict[str, float]:
+    """What is logged of a step's rollouts, over all processes; `step`: rollout steps the learner has trained for."""
+    _, group = np.unique(rollout.group, return_inverse=True)
+    lowest, highest = np.full((2, group.max() + 1), np.inf, np.float32)
+    np.minimum.at(lowest, group, rewards)
+    np.minimum.at(highest, group, -rewards)
+    truncated = rollout.finish_reason == FinishReason.LENGTH
+    sums = (
+        len(rewards),
+        len(lowest),
+        rewards.sum(),
+        (rewards**2).sum(),
+        (lowest == -highest).sum(),
+        rollout.response_length.sum(),
+        truncated.sum(),
+        (step - rollout.policy_version).sum(),
+    )
+    rows, groups, reward, square, zero_variance, tokens, truncated, staleness = sharding.sum_over_processes(
+        np.asarray(sums, np.float64)
+    )
+    return {
+        "reward/mean": reward / rows,
+        "reward/std": max(square / rows - (reward / rows) ** 2, 0.0) ** 0.5,
+        "reward/zero_variance_group_fraction": zero_variance / groups,
+        "rollout/response_tokens_mean": tokens / rows,
+        "rollout/truncated_fraction": truncated / rows,
+        "rollout/staleness_mean": staleness / rows,
+    }
+
+
+def readable(
+    prompts: Sequence[Prompt],
+    rollout: Rollout,
+    completions: Sequence[str],
+    rewards: np.ndarray,
+    advantages: np.ndarray,
+    tokenizer: Tokenizer,
+) -> list[dict[str, Any]]:
+    """Rollouts as a person reads them: text, reward, and each response token with its behaviour log-prob."""
+    texts = {prompt.index: prompt.text for prompt in prompts}
+    rows = []
+    for i, completion in enumerate(completions):
+        start = rollout.prompt_length[i]
+        response = slice(start, start + rollout.response_length[i])
+        rows.append(
+            {
+                "prompt_index": int(rollout.group[i]),
+                "prompt": texts[int(rollout.group[i])],
+                "completion": completion,
+                "reward": float(rewards[i]),
+                "advantage": float(advantages[i]),
+                "finish_reason": FinishReason(int(rollout.finish_reason[i])).name.lower(),
+                "policy_version": int(rollout.policy_version[i]),
+                "temperature": float(rollout.temperature[i]),
+                "token_ids": rollout.tokens[i, response].tolist(),
+                "tokens": [tokenizer.decode([int(token)]) for token in rollout.tokens[i, response]],
+                "behaviour_log_probs": [round(float(x), 6) for x in rollout.behaviour_log_probs[i, response]],
+            }
+        )
+    return rows
+
+
+class PolicyRing:
+    """Sampler weights of the last k + 1 rollout steps, by policy version; at staleness k the oldest samples."""
+
+    def __init__(self, staleness: int, past: Mapping[int, Any]):
+        self.past = dict(past)
+        self._size = staleness + 1
+
+    def push(self, version: int, weights: Any) -> None:
+        """Adds the newest policy and drops those that are too old to sample."""
+        self.past[version] = weights
+        while len(self.past) > self._size:
+            del self.past[min(self.past)]
+
+    @property
+    def behaviour(self) -> tuple[int, Any]:
+        """Version and weights of the policy that samples now: k steps old, or the first while there are fewer."""
+        version = min(self.past)
+        return version, self.past[version]
+
+    @property
+    def newest(self) -> Any:
+        """The learner's current policy."""
+        return self.past[max(self.past)]

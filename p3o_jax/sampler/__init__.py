@@ -1,0 +1,5 @@
+"""Sampling from the policy, in its own precision, with the log-probs of what was drawn."""
+
+from p3o_jax.sampler.decode import Sampler, SamplingLimits
+
+__all__ = ["Sampler", "SamplingLimits"]

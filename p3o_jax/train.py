@@ -1,0 +1,223 @@
+"""The loop: prompts -> sampler -> rewards -> advantages -> learner -> weights back."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from p3o_jax import metrics as metrics_lib
+from p3o_jax import sharding
+from p3o_jax.checkpoint import Checkpoints
+from p3o_jax.config import Config, to_json, validate
+from p3o_jax.evaluate import evaluate
+from p3o_jax.learner import Learner, TrainState
+from p3o_jax.objectives import Reinforce
+from p3o_jax.prompts import evaluation_prompts, prompt_batches
+from p3o_jax.rollouts import PolicyRing, local_prompts, make_batch, minibatches, readable, rollout_metrics, score
+from p3o_jax.run_directory import RunDirectory
+from p3o_jax.sampler import Sampler, SamplingLimits
+from p3o_jax.tasks.base import Prompt
+from p3o_jax.types import Batch, Rollout
+from p3o_jax.warm_start import demonstrations
+from p3o_jax.writers import Progress, Writer
+
+
+def train(config: Config, run_dir: Path, *, resume: bool = False, argv: Sequence[str] = ()) -> dict[str, float]:
+    """Trains a policy. Step s is the s-th rollout step; what it logs is logged at s, evaluations at 0 too.
+
+    Returns:
+        The last value of every metric.
+
+    Raises:
+        ValueError: the configuration does not fit the devices or the task; nothing was compiled or written.
+        FileExistsError: `run_dir` holds another run.
+        FloatingPointError: too many updates in a row were not finite.
+    """
+    trainer = Trainer(config)
+    directory = RunDirectory.open(run_dir, to_json(config), argv, resume=resume)
+    with (
+        Checkpoints(directory.checkpoints) as checkpoints,
+        Writer(directory.path, enabled=trainer.is_main) as writer,
+        Progress(config.num_steps, enabled=trainer.is_main) as progress,
+    ):
+        done, state, ring = trainer.restore(checkpoints) if resume else trainer.start()
+        writer.resume_at(done + 1)
+        prompts = prompt_batches(config.task, config.seed, config.prompts_per_step, start_step=done)
+        last = writer.write(0, trainer.evaluate(ring.newest)) if done == 0 else {}
+
+        for step in range(done + 1, config.num_steps + 1):
+            clock = Stopwatch()
+            asked = trainer.local(next(prompts))
+            rollout = trainer.sample(ring, asked, step)
+            clock.lap("sample")
+            completions, rewards = score(config.task, asked, rollout)
+            advantages = trainer.advantages(rewards, rollout.group)
+            batch = make_batch(rollout, advantages, learner_temperature=config.learner_temperature, step=step - 1)
+            clock.lap("score")
+            state, metrics = trainer.learn(state, batch)
+            ring.push(step, trainer.sampler.synchronise(state.params))
+            clock.lap("learn")
+
+            metrics |= rollout_metrics(rollout, rewards, step - 1) | clock.metrics(rollout, config.epochs)
+            if config.is_due(step, config.evaluate_every):
+                metrics |= trainer.evaluate(ring.newest)
+            last |= writer.write(step, metrics)
+            progress.update(step, last)
+            if config.is_due(step, config.write_rollouts_every):
+                writer.rollouts(step, readable(asked, rollout, completions, rewards, advantages, config.task.tokenizer))
+            if config.is_due(step, config.save_every):
+                writer.flush()
+                checkpoints.save(step, state, ring.past)
+    return last
+
+
+class Trainer:
+    """The parts of the loop, each as the loop calls it."""
+
+    def __init__(self, config: Config):
+        self.config, self.task = config, config.task
+        self.mesh = sharding.make_mesh(config.mesh)
+        validate(config, batch_shards=sharding.num_batch_shards(self.mesh), num_processes=jax.process_count())
+        self.is_main = jax.process_index() == 0
+        self.evaluation_set = evaluation_prompts(self.task, config.evaluation_prompts)
+        tokenizer = self.task.tokenizer
+        limits = SamplingLimits(self.task.max_prompt_tokens, self.task.max_response_tokens, tokenizer.eos_ids)
+        self.sampler = Sampler(config.model, tokenizer.vocab_size, limits, config.precision, self.mesh)
+        self.learner = Learner(
+            config.model,
+            tokenizer.vocab_size,
+            config.objective,
+            config.optimizer,
+            self.mesh,
+            num_updates=config.num_updates,
+            micro_batches=config.micro_batches,
+        )
+        self._advantages = jax.jit(config.advantages)
+        self._key = jax.random.key(config.seed)
+
+    def key(self, purpose: int, step: int = 0) -> jax.Array:
+        """The root of the random numbers of one purpose at one step."""
+        return jax.random.fold_in(jax.random.fold_in(self._key, purpose), step)
+
+    def start(self) -> tuple[int, TrainState, PolicyRing]:
+        """Random parameters, after the supervised warm start if there is one."""
+        state = self.learner.init(self.key(_INIT))
+        warm_start = self.config.warm_start
+        if warm_start is not None:
+            teacher = Learner(
+                self.config.model,
+                self.task.tokenizer.vocab_size,
+                Reinforce(),
+                warm_start.optimizer,
+                self.mesh,
+                num_updates=warm_start.num_steps,
+            )
+            taught = teacher.init_from(state.params)
+            processes = {"num_processes": jax.process_count(), "process": jax.process_index()}
+            for batch in demonstrations(self.task, warm_start, self.config.seed, **processes):
+                taught, _ = teacher.update(taught, sharding.to_global(batch, self.mesh))
+            state = self.learner.init_from(taught.params)
+        return 0, state, PolicyRing(self.config.staleness, {0: self.sampler.synchronise(state.params)})
+
+    def restore(self, checkpoints: Checkpoints) -> tuple[int, TrainState, PolicyRing]:
+        """The newest checkpoint, or the start if the run was interrupted before its first."""
+        step = checkpoints.latest_step()
+        if step is None:
+            return self.start()
+        state, past = checkpoints.restore(step, self.learner.abstract_state(), self.sampler.abstract_weights())
+        return step, state, PolicyRing(self.config.staleness, past)
+
+    def local(self, prompts: Sequence[Prompt]) -> list[Prompt]:
+        """This process's part of a step's prompts."""
+        return local_prompts(prompts, self.config.minibatches, jax.process_count(), jax.process_index())
+
+    def sample(self, ring: PolicyRing, prompts: Sequence[Prompt], step: int) -> Rollout:
+        """A group of responses to each prompt, by the policy of `staleness` steps ago; on the host."""
+        version, weights = ring.behaviour
+        rollout = self.sampler(
+            weights,
+            [self.task.tokenizer.encode(prompt.text) for prompt in prompts],
+            [prompt.index for prompt in prompts],
+            key=self.key(_TRAIN, step),
+            num_samples=self.config.samples_per_prompt,
+            temperature=self.config.sampler_temperature,
+            policy_version=version,
+        )
+        return sharding.to_local(rollout)
+
+    def advantages(self, rewards: np.ndarray, group: np.ndarray) -> np.ndarray:
+        """Advantages of this process's rows; batch statistics are over all processes' rows."""
+        return sharding.to_local(self._advantages(*sharding.to_global((rewards, group), self.mesh)))
+
+    def learn(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Any]]:
+        """One optimizer update a minibatch, epoch after epoch; nothing waits for the device in between.
+
+        Raises:
+            FloatingPointError: too many updates in a row were not finite.
+        """
+        of_updates = []
+        for minibatch in minibatches(batch, self.config.minibatches, self.config.epochs):
+            state, metrics = self.learner.update(state, sharding.to_global(minibatch, self.mesh))
+            of_updates.append(metrics)
+        metrics, skipped = jax.device_get((_merge(of_updates), state.num_skipped_in_a_row))
+        if skipped >= self.config.max_skipped_updates:
+            raise FloatingPointError(
+                f"{skipped} updates in a row had a loss, gradient or log-ratio that is not finite "
+                f"({metrics['policy/nonfinite_log_ratio']:.0f} log-ratios in the last step); "
+                "the parameters are those before them"
+            )
+        return state, metrics
+
+    def evaluate(self, weights: Any) -> dict[str, float]:
+        """Metrics of an evaluation; none if evaluations are off."""
+        if not self.config.evaluate_every:
+            return {}
+        result = evaluate(
+            self.sampler,
+            weights,
+            self.task,
+            self.evaluation_set,
+            key=self.key(_EVALUATION),
+            num_samples=self.config.evaluation_samples,
+            prompts_per_batch=self.config.prompts_per_step,
+        )
+        prefix = f"eval/{self.task.name}"
+        names = {"pass_at_1": "pass@1"}
+        return {f"{prefix}/{names.get(name, name)}": value for name, value in result._asdict().items()}
+
+
+class Stopwatch:
+    """Seconds of the phases of a step."""
+
+    def __init__(self) -> None:
+        self._last = time.perf_counter()
+        self.seconds: dict[str, float] = {}
+
+    def lap(self, phase: str) -> None:
+        """Ends a phase."""
+        now = time.perf_counter()
+        self.seconds[phase], self._last = now - self._last, now
+
+    def metrics(self, rollout: Rollout, epochs: int) -> dict[str, float]:
+        """Phase times, and response tokens a second on this process."""
+        tokens = int(rollout.response_length.sum())
+        return {f"time/{phase}_seconds": seconds for phase, seconds in self.seconds.items()} | {
+            "time/sampler_tokens_per_second": tokens / self.seconds["sample"],
+            "time/learner_tokens_per_second": tokens * epochs / self.seconds["learn"],
+        }
+
+
+# What a random key is for; folded into the seed.
+_INIT, _TRAIN, _EVALUATION = range(3)
+
+
+@jax.jit
+def _merge(of_updates: list[dict[str, Any]]) -> dict[str, Any]:
+    """The logged values of a step: its updates' metrics, merged by type."""
+    stacked = jax.tree.map(lambda *leaves: jax.numpy.stack(leaves), *of_updates)
+    return metrics_lib.values(metrics_lib.fold(stacked))

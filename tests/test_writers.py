@@ -180,9 +180,9 @@ def test_steps_do_not_go_back_behind_where_a_run_was_resumed(tmp_path):
 
 def test_damage_inside_the_metrics_is_named(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"ste\n{"step": 3}\n')
-    with pytest.raises(ValueError, match=r"metrics.jsonl, line 2 is damaged"):
+    with pytest.raises(ValueError, match=r"metrics\.jsonl, line 2 is damaged"):
         read_metrics(tmp_path)
-    with pytest.raises(ValueError, match=r"metrics.jsonl, line 2 is damaged"):
+    with pytest.raises(ValueError, match=r"metrics\.jsonl, line 2 is damaged"):
         Writer(tmp_path).resume_at(2)
 
 
@@ -199,7 +199,7 @@ def test_a_full_disk_is_an_error_that_names_the_path(tmp_path, monkeypatch):
 
 def test_a_missing_directory_is_an_error_that_names_the_path(tmp_path):
     (tmp_path / "rollouts").touch()
-    with pytest.raises(OSError, match="step_1.jsonl"), Writer(tmp_path) as writer:
+    with pytest.raises(OSError, match=r"step_1\.jsonl"), Writer(tmp_path) as writer:
         writer.rollouts(1, [{"a": 1}])
 
 

@@ -42,7 +42,7 @@ def test_training_and_evaluation_prompts_are_disjoint_even_where_prompts_are_few
 
 
 def test_seeds_that_are_neighbours_share_no_run_of_prompts():
-    # The datasets seed item i with seed + i: passed on as they are, seeds 0 and 1 would have all but one item in common.
+    # The datasets seed item i with seed + i: passed on as they are, seeds 0 and 1 would share all but one item.
     task = ReasoningGym("chain_sum", {"min_digits": 4})
     texts = [{task.prompts("train", seed)[i].text for i in range(200)} for seed in (0, 1)]
     assert not texts[0] & texts[1]

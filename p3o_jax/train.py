@@ -46,7 +46,7 @@ def train(config: Config, run_dir: Path, *, resume: bool = False, argv: Sequence
         Progress(config.num_steps, enabled=trainer.is_main) as progress,
     ):
         done, state, ring = trainer.restore(checkpoints) if resume else trainer.start()
-        writer.resume_at(done + 1)
+        writer.resume_at(done + 1 if done else 0)  # without a checkpoint, the evaluation at 0 is made again too
         prompts = prompt_batches(config.task, config.seed, config.prompts_per_step, start_step=done)
         last = writer.write(0, trainer.evaluate(ring.newest)) if done == 0 else {}
 

@@ -51,6 +51,13 @@ def bounded_exp(x: Float[Array, "..."], limit: float | None = None) -> Float[Arr
     return jnp.exp(jax.lax.stop_gradient(bounded) + (x - jax.lax.stop_gradient(x)))
 
 
+def bounded_expm1(x: Float[Array, "..."], limit: float | None = None) -> Float[Array, "..."]:
+    """bounded_exp(x) - 1, with its digits where x is small."""
+    small = jnp.abs(x) < 1.0
+    near = jnp.expm1(jnp.where(small, x, jnp.zeros_like(x)))
+    return jnp.where(small, near, bounded_exp(x, limit) - 1.0)
+
+
 class RatioMoments(NamedTuple):
     """The mergeable statistic behind the ESS: moments of rho relative to the largest rho.
 
@@ -142,10 +149,7 @@ class RatioMoments(NamedTuple):
 
     def chi2(self) -> Float[Array, "*G"]:
         """The mean of rho^2 less 1: unbiased for the chi-squared divergence of pi from mu. NaN if empty."""
-        log_mean_square = 2.0 * self.largest + jnp.log(self.second / self.count)
-        large = bounded_exp(log_mean_square) - 1.0
-        # expm1 keeps the digits where rho is near 1, bounded_exp the range where it is not.
-        return self._if_finite(jnp.where(log_mean_square < 1.0, jnp.expm1(jnp.minimum(log_mean_square, 1.0)), large))
+        return self._if_finite(bounded_expm1(2.0 * self.largest + jnp.log(self.second / self.count)))
 
     def value(self):
         return self.ess()
@@ -213,9 +217,7 @@ def ratio_metrics(log_ratio: Float[Array, "B T"], mask: Bool[Array, "B T"]) -> d
 
 def k3_value(log_ratio: Float[Array, "..."]) -> Float[Array, "..."]:
     """log_ratio + exp(-log_ratio) - 1, exponent bounded only by the dtype."""
-    large = bounded_exp(-log_ratio) - 1.0
-    near = jnp.expm1(jnp.where(jnp.abs(log_ratio) < 1.0, -log_ratio, jnp.zeros_like(log_ratio)))
-    return log_ratio + jnp.where(jnp.abs(log_ratio) < 1.0, near, large)
+    return log_ratio + bounded_expm1(-log_ratio)
 
 
 def position_bucket(mask: Bool[Array, "B T"], segment_ids: Int[Array, "B T"] | None = None) -> Int[Array, "B T"]:

@@ -103,7 +103,7 @@ class Objective(ABC):
         Raises:
           ValueError: the batch lacks something that this objective needs.
         """
-        self._check_needs(policy, batch)
+        self.check_needs(policy, batch)
         policy, batch = _at_counted_tokens(policy, batch)
         mask = batch.mask
         log_ratio = policy.log_probs - batch.behaviour_log_probs
@@ -138,7 +138,8 @@ class Objective(ABC):
         weights = self.aggregation.weights(batch).astype(per_token.dtype)
         return LossTerm(jnp.sum(weights * per_token), self.aggregation.count(batch).astype(per_token.dtype))
 
-    def _check_needs(self, policy: Policy, batch: Batch) -> None:
+    def check_needs(self, policy: Policy, batch: Batch) -> None:
+        """Raises ValueError, naming the field, if the batch or the policy lacks something this objective needs."""
         needs = []
         if self.entropy_coefficient:
             needs.append(("entropy", policy.entropy, "entropy_coefficient > 0"))

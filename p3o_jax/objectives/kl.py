@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from p3o_jax.stats import bounded_exp
+from p3o_jax.stats import bounded_exp, bounded_expm1
 
 EXPONENT_LIMIT = 10.0  # of the authors' k3
 PARITY_FORMS = ("reference", "k3")
@@ -46,16 +46,38 @@ def sampled(
     log_rho = r if behaviour_log_ratio is None else behaviour_log_ratio
     match form:
         case "k3":
-            return r + bounded_exp(-r, EXPONENT_LIMIT) - 1.0
+            return _k3(r)
         case "reference":
             return _reference(r)
         case "importance":
-            rho = bounded_exp(log_rho)
-            return rho * r - rho + 1.0
+            return _importance(r, jax.lax.stop_gradient(log_rho - r))
         case "reverse":
-            weight = bounded_exp(jax.lax.stop_gradient(log_rho - r))
-            return weight * (bounded_exp(r) - 1.0 - r)
+            return bounded_exp(jax.lax.stop_gradient(log_rho - r)) * _reverse(r)
     raise ValueError(f"kl={form!r} is not a form of the sampled token: {', '.join(SAMPLED_FORMS)}")
+
+
+# The derivatives are written down: differentiating the values would take 1 from a number near
+# 1, and lose all digits of a gradient that is 0 on fresh data.
+
+
+@jax.custom_jvp
+def _k3(r: Float[Array, "..."]) -> Float[Array, "..."]:
+    return r + bounded_expm1(-r, EXPONENT_LIMIT)
+
+
+@jax.custom_jvp
+def _importance(r: Float[Array, "..."], log_weight: Float[Array, "..."]) -> Float[Array, "..."]:
+    return bounded_exp(r + log_weight) * r - bounded_expm1(r + log_weight)
+
+
+@jax.custom_jvp
+def _reverse(r: Float[Array, "..."]) -> Float[Array, "..."]:
+    return bounded_expm1(r) - r
+
+
+_k3.defjvps(lambda tangent, value, r: -bounded_expm1(-r, EXPONENT_LIMIT) * tangent)
+_importance.defjvps(lambda tangent, value, r, log_weight: bounded_exp(r + log_weight) * r * tangent, None)
+_reverse.defjvps(lambda tangent, value, r: bounded_expm1(r) * tangent)
 
 
 def _reference(r: Float[Array, "..."]) -> Float[Array, "..."]:

@@ -53,6 +53,11 @@ class P3O(Objective):
         log_ratio = stats.log_ratio(policy.log_probs, batch.behaviour_log_probs, batch.mask)
         return stats.RatioMoments.of(log_ratio, batch.mask)
 
+    @property
+    def kl_tag(self) -> str:
+        """The metric of the KL term, before its weight."""
+        return "loss/behaviour_kl"
+
     def cap(self, ess: Float[Array, ""]) -> Float[Array, ""] | float:
         """The largest weight of a token's score."""
         return ess
@@ -69,7 +74,7 @@ class P3O(Objective):
         divergence = self.divergence(policy, batch)
         return score + self.kl_weight(ess) * divergence, metrics | {
             "loss/score": self.term(score, batch),
-            "loss/behaviour_kl": self.term(divergence, batch),
+            self.kl_tag: self.term(divergence, batch),
         }
 
     def divergence(self, policy: Policy, batch: Batch) -> Float[Array, "B T"]:

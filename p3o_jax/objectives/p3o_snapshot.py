@@ -48,6 +48,10 @@ class P3OSnapshot(P3O):
     def support(self) -> Literal["proximal"] | None:
         return "proximal" if self.kl in kl.DISTRIBUTION_FORMS else None
 
+    @property
+    def kl_tag(self) -> str:
+        return "loss/snapshot_kl"
+
     def kl_weight(self, ess: Float[Array, ""]) -> Float[Array, ""] | float:
         return 1.0 - ess if self.weight == "one_minus_ess" else jnp.sqrt(1.0 / ess - 1.0)
 

@@ -54,6 +54,7 @@ class P4O(P3O):
         return "both" if self.kl in kl.DISTRIBUTION_FORMS else None
 
     def statistics(self, policy: Policy, batch: Batch) -> TwoMoments:
+        self.check_needs(policy, batch)
         return TwoMoments(
             behaviour=super().statistics(policy, batch),
             proximal=super().statistics(policy, batch._replace(behaviour_log_probs=batch.proximal_log_probs)),
@@ -71,7 +72,7 @@ class P4O(P3O):
         share_p = jnp.where(informative, distrust_p / jnp.where(informative, distrust, 1.0), 0.0)
 
         score, metrics = capped_score(policy, batch, self.cap(ess))
-        divergence = self._divergence_from_mixture(policy, batch, share_b, share_p)
+        divergence = self.divergence_from_mixture(policy, batch, share_b, share_p)
         weight = jnp.where(informative, self.kl_weight(ess), 0.0)
 
         count = jnp.sum(batch.mask, dtype=dtype)
@@ -82,12 +83,15 @@ class P4O(P3O):
             "policy/mixture_proximal_share": Mean(count * distrust_p / some, count),
             "loss/score": self.term(score, batch),
             "loss/mixture_kl": self.term(jnp.where(informative, divergence, 0.0), batch),
-            "loss/behaviour_kl": self.term(self._divergence_from_mixture(policy, batch, 1.0, 0.0), batch),
-            "loss/proximal_kl": self.term(self._divergence_from_mixture(policy, batch, 0.0, 1.0), batch),
+            "loss/behaviour_kl": self.term(self.divergence_from_mixture(policy, batch, 1.0, 0.0), batch),
+            "loss/proximal_kl": self.term(self.divergence_from_mixture(policy, batch, 0.0, 1.0), batch),
         }
         return score + weight * divergence, metrics
 
-    def _divergence_from_mixture(self, policy: Policy, batch: Batch, share_b, share_p) -> Float[Array, "B T"]:
+    def divergence_from_mixture(
+        self, policy: Policy, batch: Batch, share_b: Float[Array, ""] | float, share_p: Float[Array, ""] | float
+    ) -> Float[Array, "B T"]:
+        """The KL of every token to share_b mu + share_p p, before its weight."""
         if self.kl in kl.DISTRIBUTION_FORMS:
             anchors = batch.support
             mixture = _log_mixture(anchors.behaviour_log_probs, anchors.proximal_log_probs, share_b, share_p)

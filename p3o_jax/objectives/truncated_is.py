@@ -88,6 +88,7 @@ class Vcpo(TruncatedIs):
         return "batch"
 
     def statistics(self, policy: Policy, batch: Batch) -> stats.RatioMoments:
+        self.check_needs(policy, batch)
         old = batch.proximal_log_probs if self.ratio_to == "proximal" else batch.behaviour_log_probs
         log_ratio = stats.log_ratio(policy.log_probs, old, batch.mask)
         if self.level == "sequence":

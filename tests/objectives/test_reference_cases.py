@@ -171,15 +171,130 @@ def test_loss_gradient_and_metrics_of_every_run(name):
 @pytest.mark.parametrize("name", [name for name in CASES if name not in ESS_FELL_BACK])
 def test_ess(name):
     case = load(name)
-    inputs = case["inputs"]
-    mask = inputs["mask"] > 0.5
+    mask, arrays = case["inputs"]["mask"] > 0.5, padded(case["inputs"])
+    counted = jnp.asarray(arrays["mask"] > 0.5)
+    rows = jnp.broadcast_to(jnp.arange(8)[:, None], counted.shape)
     for key, recorded in (("old_logprobs", "ess_behavior"), ("prox_logprobs", "ess_proximal")):
-        log_ratio = stats.log_ratio(jnp.asarray(inputs["logprobs"]), jnp.asarray(inputs[key]), mask)
-        ess = stats.RatioMoments.of(log_ratio, mask).ess()
+        log_ratio = stats.log_ratio(jnp.asarray(arrays["logprobs"]), jnp.asarray(arrays[key]), counted)
+        ess = stats.RatioMoments.of(log_ratio, counted).ess()
         assert abs(ess - case["quantities"][recorded]) <= FLOAT32_SLACK * 3e-7
-        rows = jnp.broadcast_to(jnp.arange(len(mask))[:, None], mask.shape)
-        by_row = stats.RatioMoments.of(log_ratio, mask, rows, len(mask)).ess()
+        by_row = stats.RatioMoments.of(log_ratio, counted, rows, 8).ess()[: len(mask)]
         expected = np.array(case["quantities"][f"sequence_{recorded}"])
         # Rows without tokens: recorded as 0, by a branch that never runs (README, property 7); 1 here.
         expected = np.where(mask.any(axis=1), expected, 1.0)
         assert (np.abs(by_row - expected) <= FLOAT32_SLACK * 5e-7).all()
+
+
+# What we return where the recorded numbers are not finite, or wrong.
+
+
+def p3o_in_float64(run, inputs):
+    """The formulas of P3O and P4O for a sum over tokens, with the ESS that float32 sums cannot hold."""
+    c = run["coefficients"]
+    x = {key: value.astype(np.float64) for key, value in inputs.items()}
+    valid = x["mask"] > 0.5
+    l, b, p, f, a = (x[k][valid] for k in ("logprobs", "old_logprobs", "prox_logprobs", "ref_logprobs", "advantages"))
+
+    def ess(ratio):
+        return ratio.sum() ** 2 / (ratio**2).sum() / ratio.size
+
+    def k3(anchor):
+        inside = np.abs(anchor - l) <= 10
+        exponential = np.exp(np.clip(anchor - l, -10, 10))
+        return l - anchor + exponential - 1, 1 - np.where(inside, exponential, 0)
+
+    e_b, e_p = ess(np.exp(l - b)), ess(np.exp(l - p))
+    e, anchor = e_b, b
+    if run["algorithm"] == "p4o":
+        e = min(e_b, e_p)
+        anchor = np.log(((1 - e_b) * np.exp(b) + (1 - e_p) * np.exp(p)) / (2 - e_b - e_p))
+    cap = np.minimum(np.exp(l - b), e)
+    divergence, slope = k3(anchor)
+    reference, reference_slope = k3(f)
+    loss = (-cap * l * a + (1 - e) * divergence + c["kl_coeff"] * reference).sum()
+    loss -= c["entropy_coeff"] * x["entropies"][valid].sum()
+    gradient = np.zeros(valid.shape)
+    gradient[valid] = -cap * a + (1 - e) * slope + c["kl_coeff"] * reference_slope
+    return e, loss, gradient
+
+
+@pytest.mark.parametrize("name", sorted(ESS_FELL_BACK))
+def test_an_overflowing_square_is_no_reason_to_trust_the_batch(name):
+    """Recorded: ESS 1, hence no trust region, on the worst batch there is. Here: its ESS, about 1 / n."""
+    case = load(name)
+    inputs = case["inputs"]
+    num_tokens = int((inputs["mask"] > 0.5).sum())
+    for run in case["runs"]:
+        if run["algorithm"] not in ("p3o", "p4o"):
+            continue
+        recorded = run["outputs"]["metrics"]
+        assert recorded.get("ess_factor", recorded.get("ess_b")) == 1.0
+        e, expected, expected_gradient = p3o_in_float64(run, inputs)
+        loss, metrics, gradient = evaluate(run, inputs)
+        assert e == pytest.approx(1 / num_tokens, abs=1e-6)
+        assert metrics["policy/ess"] == pytest.approx(e, abs=1.2e-6)
+        assert loss * num_tokens == pytest.approx(expected, rel=8e-6)
+        assert (np.abs(gradient - expected_gradient) <= 4e-6 * (1 + np.abs(expected_gradient))).all()
+
+
+def test_a_ratio_beyond_float32_has_a_gradient():
+    """Recorded: 0 * inf = NaN where the clip decides. Here: the clip's gradient, which is 0."""
+    case = load("ratio_overflow_1x7")
+    for run in case["runs"]:
+        if run["reference_finite"]:
+            continue
+        loss, _, gradient = evaluate(run, case["inputs"])
+        recorded = np.array([[float(x) for x in row] for row in run["outputs"]["grad_logprobs"]])
+        assert loss * 7 == pytest.approx(run["outputs"]["loss_total_sum"], rel=8e-6)
+        overflowed = np.isnan(recorded)
+        assert overflowed.sum() == 1
+        assert gradient[~overflowed] == pytest.approx(recorded[~overflowed], rel=4e-6)
+        l, f = (case["inputs"][key][overflowed] for key in ("logprobs", "ref_logprobs"))
+        reference_kl = run["coefficients"]["kl_coeff"] * (1 - np.exp(f - l))
+        assert gradient[overflowed] == pytest.approx(reference_kl, abs=4e-6)
+
+
+def test_nan_where_masked_is_not_read():
+    """Recorded: NaN, as masks multiply. Here: the same as if zeros stood there."""
+    case = load("masked_nan_in_differentiated_inputs_2x8")
+    valid = case["inputs"]["mask"] > 0.5
+    clean = {key: np.where(valid, value, 0) for key, value in case["inputs"].items()}
+    assert all(not run["reference_finite"] for run in case["runs"])
+    for run in case["runs"]:
+        loss, metrics, gradient = evaluate(run, case["inputs"])
+        clean_loss, clean_metrics, clean_gradient = evaluate(run, clean)
+        assert np.isfinite(loss) and loss == clean_loss
+        assert (gradient == clean_gradient).all() and (gradient[~valid] == 0).all()
+        for key, value in metrics.items():
+            np.testing.assert_array_equal(value, clean_metrics[key], err_msg=key)
+
+
+def test_the_default_kl_has_the_recorded_value_and_the_right_sign():
+    """k3 against `reference` where log pi is more than 10 below log mu: recorded +1, away from mu."""
+    case = load("kl_exponent_clamp_2x10")
+    run = next(run for run in case["runs"] if run["id"] == "p3o")
+    inputs = case["inputs"] | {"advantages": np.zeros_like(case["inputs"]["advantages"])}
+    loss, _, gradient = evaluate(run, inputs, P3O())
+    parity_loss, _, parity_gradient = evaluate(run, inputs)
+    assert loss == pytest.approx(parity_loss, rel=1e-6)
+    fallen = inputs["old_logprobs"] - inputs["logprobs"] > 10
+    assert fallen.any()
+    assert (parity_gradient[fallen] > 0).all()  # descending on it lowers log pi further
+    assert (gradient[fallen] < 0).all()
+    assert gradient[~fallen] == pytest.approx(parity_gradient[~fallen], rel=1e-5, abs=5e-5)
+
+
+def test_the_same_under_jit():
+    case = load("mild_drift_4x12")
+    inputs = case["inputs"]
+    loss = jax.jit(
+        lambda log_probs: objective_loss(
+            P3O(kl="reference"),
+            log_probs,
+            behaviour_log_probs=inputs["old_logprobs"],
+            advantages=inputs["advantages"],
+            mask=inputs["mask"],
+        )[0]
+    )
+    run = next(run for run in case["runs"] if run["id"] == "p3o")
+    assert loss(inputs["logprobs"]) == pytest.approx(run["outputs"]["metrics"]["loss_total"], abs=1e-5)

@@ -61,6 +61,9 @@ class BatchWhitening:
         return _divide_by_deviation(groups, groups.sum(groups.centred**2) / groups.count)
 
 
+Advantages = GroupZScore | MeanOnly | LeaveOneOut | BatchWhitening
+
+
 class _Groups:
     """Sums over groups, each row getting its group's."""
 

@@ -38,7 +38,7 @@ class Mean(NamedTuple):
     """total / count; NaN where nothing was counted."""
 
     total: Float[Array, ""]
-    count: Float[Array, ""]
+    count: Float[Array, ""]  # type: ignore[assignment]  # hides tuple.count
 
     def maxima(self):
         return ()
@@ -152,7 +152,7 @@ def all_reduce(tree: Tree, axis_names: str | Sequence[str]) -> Tree:
 
 
 def _reduce_all(parts: list, axis_names, reduce) -> list:
-    if not jax.tree.leaves(parts):
+    if not axis_names or not jax.tree.leaves(parts):
         return parts
     flat, unflatten = ravel_pytree(parts)
     return unflatten(reduce(jax.lax.stop_gradient(flat), axis_names))

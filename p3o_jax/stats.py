@@ -10,7 +10,8 @@ the model. No statistic carries a gradient.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -68,7 +69,7 @@ class RatioMoments(NamedTuple):
     largest: Float[Array, "*G"]  # the largest finite log-ratio; -inf if there is none
     first: Float[Array, "*G"]  # sum of exp(log_ratio - largest)
     second: Float[Array, "*G"]  # sum of exp(2 (log_ratio - largest))
-    count: Float[Array, "*G"]  # finite log-ratios that were counted
+    count: Float[Array, "*G"]  # type: ignore[assignment]  # finite log-ratios that were counted
     nonfinite: Float[Array, "*G"]  # log-ratios that are NaN or infinite
 
     @classmethod
@@ -92,21 +93,7 @@ class RatioMoments(NamedTuple):
         one = jnp.ones((), log_ratio.dtype)
         finite = jnp.isfinite(log_ratio)
 
-        if group is None:
-            largest_of, total_of, at_group = jnp.max, jnp.sum, jnp.asarray
-        else:
-            belongs = mask & (group >= 0) & (group < num_groups)
-            ids = jnp.where(belongs, group, num_groups).ravel()  # one past the end is dropped
-
-            def largest_of(x):
-                return jax.ops.segment_max(x.ravel(), ids, num_groups)
-
-            def total_of(x):
-                return jax.ops.segment_sum(x.ravel(), ids, num_groups)
-
-            def at_group(x):
-                return jnp.take(x, ids, mode="clip").reshape(log_ratio.shape)
-
+        largest_of, total_of, at_group = _reductions(log_ratio.shape, mask, group, num_groups)
         seen = mask & finite
         largest = largest_of(jnp.where(seen, log_ratio, -jnp.inf))
         shifted = jnp.where(seen, log_ratio - at_group(largest), -jnp.inf)
@@ -155,6 +142,19 @@ class RatioMoments(NamedTuple):
         return self.ess()
 
 
+def _reductions(shape, mask, group, num_groups) -> tuple[Callable, Callable, Callable]:
+    """Max and sum over everything, or by group, and the way back from groups to entries."""
+    if group is None:
+        return jnp.max, jnp.sum, jnp.asarray
+    belongs = mask & (group >= 0) & (group < num_groups)
+    ids = jnp.where(belongs, group, num_groups).ravel()  # one past the end is dropped
+    return (
+        lambda x: jax.ops.segment_max(x.ravel(), ids, num_groups),
+        lambda x: jax.ops.segment_sum(x.ravel(), ids, num_groups),
+        lambda x: jnp.take(x, ids, mode="clip").reshape(shape),
+    )
+
+
 class RatioMean(RatioMoments):
     """The same moments, logged as mean rho."""
 
@@ -190,7 +190,7 @@ def histogram(x: Float[Array, "B T"], mask: Bool[Array, "B T"], edges: np.ndarra
     return Sum(jnp.concatenate([total[None], above]) - jnp.concatenate([above, jnp.zeros_like(above[:1])]))
 
 
-def ratio_metrics(log_ratio: Float[Array, "B T"], mask: Bool[Array, "B T"]) -> dict[str, object]:
+def ratio_metrics(log_ratio: Float[Array, "B T"], mask: Bool[Array, "B T"]) -> dict[str, Any]:
     """What every objective reports of log_ratio = log pi - log mu, as metrics to be merged.
 
     Non-finite log-ratios are counted under `policy/nonfinite_log_ratio`; they make the ESS,

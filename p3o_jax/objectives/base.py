@@ -109,7 +109,7 @@ class Objective(ABC):
         log_ratio = policy.log_probs - batch.behaviour_log_probs
 
         per_token, metrics = self.policy_loss(policy, batch, statistics)
-        metrics = {"loss/score": self.term(per_token, batch)} | metrics
+        metrics.setdefault("loss/score", self.term(per_token, batch))
         if self.entropy_coefficient:
             per_token = per_token - self.entropy_coefficient * policy.entropy
         if self.reference_kl_coefficient:
@@ -140,7 +140,7 @@ class Objective(ABC):
 
     def check_needs(self, policy: Policy, batch: Batch) -> None:
         """Raises ValueError, naming the field, if the batch or the policy lacks something this objective needs."""
-        needs = []
+        needs: list[tuple[str, Any, str]] = []
         if self.entropy_coefficient:
             needs.append(("entropy", policy.entropy, "entropy_coefficient > 0"))
         if self.reference_kl_coefficient:

@@ -7,7 +7,7 @@ L     = mean_t[ -sg(min(rho_t, e)) A_t log pi(y_t) + (1 - e) KL_t(pi || mu) ]
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -46,10 +46,10 @@ class P3O(Objective):
         return self.ess_scope
 
     @property
-    def support(self) -> Literal["behaviour", "proximal"] | None:
+    def support(self) -> Literal["behaviour", "proximal", "both"] | None:
         return "behaviour" if self.kl in kl.DISTRIBUTION_FORMS else None
 
-    def statistics(self, policy: Policy, batch: Batch) -> stats.RatioMoments:
+    def statistics(self, policy: Policy, batch: Batch) -> Any:
         log_ratio = stats.log_ratio(policy.log_probs, batch.behaviour_log_probs, batch.mask)
         return stats.RatioMoments.of(log_ratio, batch.mask)
 
@@ -66,9 +66,7 @@ class P3O(Objective):
         """The weight of the KL term."""
         return 1.0 - ess
 
-    def policy_loss(
-        self, policy: Policy, batch: Batch, statistics: stats.RatioMoments
-    ) -> tuple[Float[Array, "B T"], Metrics]:
+    def policy_loss(self, policy: Policy, batch: Batch, statistics: Any) -> tuple[Float[Array, "B T"], Metrics]:
         ess = jax.lax.stop_gradient(statistics.ess()).astype(policy.log_probs.dtype)
         score, metrics = capped_score(policy, batch, self.cap(ess))
         divergence = self.divergence(policy, batch)

@@ -11,7 +11,7 @@ snapshot when the behaviour policy is (e_b = 1).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -60,7 +60,7 @@ class P4O(P3O):
             proximal=super().statistics(policy, batch._replace(behaviour_log_probs=batch.proximal_log_probs)),
         )
 
-    def policy_loss(self, policy: Policy, batch: Batch, statistics: TwoMoments) -> tuple[Float[Array, "B T"], Metrics]:
+    def policy_loss(self, policy: Policy, batch: Batch, statistics: Any) -> tuple[Float[Array, "B T"], Metrics]:
         dtype = policy.log_probs.dtype
         ess_b, ess_p = (jax.lax.stop_gradient(m.ess()).astype(dtype) for m in statistics)
         ess = jnp.minimum(ess_b, ess_p)

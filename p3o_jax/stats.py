@@ -93,7 +93,7 @@ class RatioMoments(NamedTuple):
         one = jnp.ones((), log_ratio.dtype)
         finite = jnp.isfinite(log_ratio)
 
-        largest_of, total_of, at_group = _reductions(log_ratio.shape, mask, group, num_groups)
+        largest_of, total_of, at_group = _reductions(mask, group, num_groups)
         seen = mask & finite
         largest = largest_of(jnp.where(seen, log_ratio, -jnp.inf))
         shifted = jnp.where(seen, log_ratio - at_group(largest), -jnp.inf)
@@ -142,16 +142,18 @@ class RatioMoments(NamedTuple):
         return self.ess()
 
 
-def _reductions(shape, mask, group, num_groups) -> tuple[Callable, Callable, Callable]:
+def _reductions(mask, group, num_groups) -> tuple[Callable, Callable, Callable]:
     """Max and sum over everything, or by group, and the way back from groups to entries."""
     if group is None:
         return jnp.max, jnp.sum, jnp.asarray
-    belongs = mask & (group >= 0) & (group < num_groups)
-    ids = jnp.where(belongs, group, num_groups).ravel()  # one past the end is dropped
+    # A comparison with every group, fused into the reduction: unlike a scatter-add it is deterministic.
+    names = jnp.arange(num_groups, dtype=group.dtype).reshape(-1, *(1,) * group.ndim)
+    belongs = mask & (group == names)
+    axes = tuple(range(1, group.ndim + 1))
     return (
-        lambda x: jax.ops.segment_max(x.ravel(), ids, num_groups),
-        lambda x: jax.ops.segment_sum(x.ravel(), ids, num_groups),
-        lambda x: jnp.take(x, ids, mode="clip").reshape(shape),
+        lambda x: jnp.max(jnp.where(belongs, x, -jnp.inf), axis=axes),
+        lambda x: jnp.sum(jnp.where(belongs, x, jnp.zeros_like(x)), axis=axes),
+        lambda x: jnp.take(x, group, mode="clip"),
     )
 
 

@@ -67,6 +67,8 @@ class Learner:
         self._learning_rate = learning_rate_schedule(optimizer, num_updates)
         self.update = jax.jit(self._update, donate_argnums=0)
         """(state, batch) -> (state, metrics): one optimizer update; the old state's buffers are reused."""
+        self.gradients = jax.jit(self._sharded_gradients)
+        """(params, batch) -> (gradients, loss, statistics, metrics) of one optimizer batch, without updating."""
         self.log_probs = jax.jit(self._sharded_log_probs)
         """(params, batch) -> log-probs and entropy [B, T] of the batch's targets, no gradient."""
 
@@ -113,7 +115,7 @@ class Learner:
 
     def _update(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         gradients, loss, statistics, metrics = self._sharded_gradients(state.params, batch)
-        gradient_norm = optax.global_norm(gradients)
+        gradient_norm = optax.tree.norm(gradients)
         finite = jnp.isfinite(loss) & jnp.isfinite(gradient_norm)
 
         updates, opt_state = self._optimizer.update(gradients, state.opt_state, state.params)

@@ -27,8 +27,22 @@ from p3o_jax.warm_start import demonstrations
 from p3o_jax.writers import Progress, Writer
 
 
-def train(config: Config, run_dir: Path, *, resume: bool = False, argv: Sequence[str] = ()) -> dict[str, float]:
+def train(
+    config: Config,
+    run_dir: Path,
+    *,
+    resume: bool = False,
+    argv: Sequence[str] = (),
+    devices: Sequence[jax.Device] | None = None,
+) -> dict[str, float]:
     """Trains a policy. Step s is the s-th rollout step; what it logs is logged at s, evaluations at 0 too.
+
+    Args:
+        config: the run.
+        run_dir: where it is written.
+        resume: continue the run that is there.
+        argv: the command line, to be recorded.
+        devices: default: all.
 
     Returns:
         The last value of every metric.
@@ -38,7 +52,7 @@ def train(config: Config, run_dir: Path, *, resume: bool = False, argv: Sequence
         FileExistsError: `run_dir` holds another run.
         FloatingPointError: too many updates in a row were not finite.
     """
-    trainer = Trainer(config)
+    trainer = Trainer(config, devices)
     directory = RunDirectory.open(run_dir, to_json(config), argv, resume=resume)
     with (
         Checkpoints(directory.checkpoints) as checkpoints,
@@ -79,9 +93,9 @@ def train(config: Config, run_dir: Path, *, resume: bool = False, argv: Sequence
 class Trainer:
     """The parts of the loop, each as the loop calls it."""
 
-    def __init__(self, config: Config):
+    def __init__(self, config: Config, devices: Sequence[jax.Device] | None = None):
         self.config, self.task = config, config.task
-        self.mesh = sharding.make_mesh(config.mesh)
+        self.mesh = sharding.make_mesh(config.mesh, devices)
         validate(config, batch_shards=sharding.num_batch_shards(self.mesh), num_processes=jax.process_count())
         self.is_main = jax.process_index() == 0
         self.evaluation_set = evaluation_prompts(self.task, config.evaluation_prompts)

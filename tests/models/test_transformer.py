@@ -70,6 +70,13 @@ def float64_logits(config: TransformerConfig, params: dict, tokens: np.ndarray) 
     return norm(x, params["final_norm"]) @ params["embedding" if config.tied_embeddings else "head"].T
 
 
+@jax.jit
+def forward(model, tokens, positions, segment_ids=None):
+    """Hidden states, cache and logits."""
+    hidden, cache = model.hidden(tokens, positions, segment_ids)
+    return hidden, cache, model.logits(hidden)
+
+
 def arange_positions(tokens):
     return jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
 
@@ -78,9 +85,9 @@ def arange_positions(tokens):
 def test_logits_equal_float64(name):
     model, params = build(CONFIGS[name])
     tokens = jax.random.randint(jax.random.key(2), (3, 9), 0, VOCAB)
-    hidden, _ = model.hidden(tokens, arange_positions(tokens))
+    _, _, logits = forward(model, tokens, arange_positions(tokens))
     expected = np.stack([float64_logits(CONFIGS[name], params, np.asarray(row)) for row in tokens])
-    np.testing.assert_allclose(model.logits(hidden), expected, rtol=2e-5, atol=2e-5 * np.abs(expected).max())
+    np.testing.assert_allclose(logits, expected, rtol=2e-5, atol=2e-5 * np.abs(expected).max())
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -88,14 +95,15 @@ def test_prefill_then_decode_equals_the_whole_sequence(name):
     """Rows of different lengths in one cache, each decoding at its own position."""
     model, _ = build(CONFIGS[name])
     tokens = jax.random.randint(jax.random.key(2), (2, 10), 0, VOCAB)
-    whole, _ = model.hidden(tokens, arange_positions(tokens))
+    whole, *_ = forward(model, tokens, arange_positions(tokens))
     lengths = jnp.array([3, 5])
     prompt = jnp.where(jnp.arange(5) < lengths[:, None], tokens[:, :5], VOCAB - 1)  # other tokens behind the prompt
-    _, cache = model.hidden(prompt, arange_positions(prompt))
+    _, cache, _ = forward(model, prompt, arange_positions(prompt))
+    decode = jax.jit(lambda model, *arguments: model.decode(*arguments))
     cache = KVCache(*(jnp.pad(part, ((0, 0), (0, 0), (0, 5), (0, 0), (0, 0)), constant_values=1e3) for part in cache))
     for _ in range(4):
         at = lengths[:, None]
-        hidden, cache = model.decode(jnp.take_along_axis(tokens, at, 1)[:, 0], lengths, cache)
+        hidden, cache = decode(model, jnp.take_along_axis(tokens, at, 1)[:, 0], lengths, cache)
         expected = jnp.take_along_axis(whole, at[..., None], axis=1)[:, 0]
         np.testing.assert_allclose(hidden, expected, atol=1e-5)
         lengths = lengths + 1
@@ -105,7 +113,7 @@ def test_nothing_depends_on_later_tokens():
     model, _ = build(CONFIGS["llama"])
     tokens = jax.random.randint(jax.random.key(2), (1, 8), 0, VOCAB)
     changed = tokens.at[0, 5:].set((tokens[0, 5:] + 1) % VOCAB)
-    before, after = (model.hidden(t, arange_positions(t))[0] for t in (tokens, changed))
+    before, after = (forward(model, t, arange_positions(t))[0] for t in (tokens, changed))
     np.testing.assert_array_equal(before[:, :5], after[:, :5])
     assert jnp.abs(before[:, 5:] - after[:, 5:]).min(axis=-1).max() > 0
 
@@ -115,10 +123,10 @@ def test_packed_sequences_do_not_see_each_other():
     tokens = jax.random.randint(jax.random.key(2), (1, 9), 0, VOCAB)
     positions = jnp.array([[0, 1, 2, 3, 0, 1, 2, 3, 4]])
     segments = jnp.array([[0, 0, 0, 0, 1, 1, 1, 1, 1]])
-    packed, _ = model.hidden(tokens, positions, segments)
-    alone = [model.hidden(part, arange_positions(part))[0] for part in (tokens[:, :4], tokens[:, 4:])]
+    packed, *_ = forward(model, tokens, positions, segments)
+    alone = [forward(model, part, arange_positions(part))[0] for part in (tokens[:, :4], tokens[:, 4:])]
     np.testing.assert_allclose(packed, jnp.concatenate(alone, axis=1), atol=1e-5)
-    unsegmented, _ = model.hidden(tokens, positions)
+    unsegmented, *_ = forward(model, tokens, positions)
     assert jnp.abs(unsegmented - packed).max() > 1e-2
 
 
@@ -134,9 +142,9 @@ def test_bfloat16_compute_keeps_float32_logits():
     config = TransformerConfig(num_layers=1, embed_dim=16, num_heads=2, num_kv_heads=2, head_dim=8, dtype="bfloat16")
     model = Transformer(config, VOCAB, nnx.Rngs(0))
     tokens = jnp.zeros((1, 4), jnp.int32)
-    hidden, _ = model.hidden(tokens, arange_positions(tokens))
+    hidden, _, logits = jax.eval_shape(forward, model, tokens, arange_positions(tokens))
     assert hidden.dtype == jnp.bfloat16
-    assert model.logits(hidden).dtype == jnp.float32
+    assert logits.dtype == jnp.float32
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,217 @@
+"""The loop as a whole: what must hold of a run, whatever it learns."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from p3o_jax import config as config_lib
+from p3o_jax.config import Config
+from p3o_jax.models.transformer import TransformerConfig
+from p3o_jax.objectives import P3O, Grpo
+from p3o_jax.optimizer import OptimizerConfig
+from p3o_jax.precision import Precision
+from p3o_jax.tasks import SortDigits
+from p3o_jax.train import train
+from p3o_jax.warm_start import WarmStart
+from p3o_jax.writers import read_metrics
+
+
+@dataclass(frozen=True)
+class GradedSort(SortDigits):
+    """With credit for every digit in its place, so that an untrained policy has something to learn from."""
+
+    def reward(self, prompt, completion):
+        return sum(a == b for a, b in zip(completion, prompt.answer, strict=False)) / len(prompt.answer)
+
+
+class Interrupted(GradedSort):
+    """Interrupted at the rewards of the second step."""
+
+    def reward(self, prompt, completion):
+        if prompt.index == 15:  # the second step's last prompt; the evaluation has but 11
+            raise KeyboardInterrupt
+        return super().reward(prompt, completion)
+
+
+MODEL = TransformerConfig(num_layers=1, embed_dim=16, num_heads=2, num_kv_heads=2, head_dim=8, mlp_dim=32)
+SMALL = Config(
+    task=GradedSort(length=3),
+    model=MODEL,
+    objective=P3O(),
+    optimizer=OptimizerConfig(learning_rate=1e-3),
+    prompts_per_step=8,
+    samples_per_prompt=4,
+    minibatches=2,
+    num_steps=4,
+    evaluate_every=2,
+    evaluation_prompts=11,  # not a multiple of the batch of 8
+    save_every=2,
+    write_rollouts_every=1,
+)
+
+
+def run(path: Path, config: Config = SMALL, **options) -> list[dict]:
+    """The metrics of a run on one device, by step."""
+    train(config, path, **{"devices": jax.devices()[:1], **options})
+    return read_metrics(path)
+
+
+def rollouts(path: Path, step: int) -> list[dict]:
+    return [json.loads(line) for line in (path / "rollouts" / f"step_{step}.jsonl").read_text().splitlines()]
+
+
+def without_times(lines: list[dict]) -> list[dict]:
+    return [{tag: value for tag, value in line.items() if not tag.startswith("time/")} for line in lines]
+
+
+def test_matched_policies_have_an_ess_of_one(tmp_path):
+    """Nothing learned, equal temperatures: every ratio is 1 up to rounding, at every temperature, at every step."""
+    still = replace(SMALL, optimizer=OptimizerConfig(learning_rate=0.0), num_steps=20, evaluate_every=0, save_every=99)
+    for temperature in (0.6, 1.0, 1.2):
+        lines = run(tmp_path / str(temperature), replace(still, sampler_temperature=temperature))
+        assert len(lines) == 20
+        for line in lines:
+            assert line["policy/ess"] > 0.9999
+            assert line["policy/log_ratio_abs_max"] < 1e-4
+            assert line["policy/ratio_mean"] == pytest.approx(1, abs=1e-4)
+
+
+def test_the_learners_temperature_is_its_own(tmp_path):
+    """Sampling at 1.2 for a policy at 1.0 is off-policy from the first step, and the ESS says so."""
+    shifted = replace(SMALL, sampler_temperature=2.0, learner_temperature=1.0, num_steps=1, evaluate_every=0)
+    (line,) = run(tmp_path / "run", shifted)
+    assert line["policy/ess"] < 0.999
+    assert line["policy/ratio_mean"] == pytest.approx(1, abs=0.1)
+
+
+def test_one_device_and_eight_give_the_same_run(tmp_path):
+    config = replace(SMALL, num_steps=3)
+    one, eight = tmp_path / "one", tmp_path / "eight"
+    lines = run(one, config), run(eight, config, devices=jax.devices())
+    assert abs(lines[0][-1]["loss/total"]) > 1e-3  # there is something to learn
+    for step in (1, 2, 3):
+        for a, b in zip(rollouts(one, step), rollouts(eight, step), strict=True):
+            assert a["token_ids"] == b["token_ids"]
+            np.testing.assert_allclose(a["behaviour_log_probs"], b["behaviour_log_probs"], atol=1e-5)
+    for a, b in zip(*map(without_times, lines), strict=True):
+        assert a.keys() == b.keys()
+        for tag in a:
+            if tag.startswith(("loss/", "reward/", "eval/", "rollout/")) or tag == "policy/ess":
+                assert b[tag] == pytest.approx(a[tag], rel=1e-4, abs=1e-6), tag
+
+
+def test_a_resumed_run_is_the_run(tmp_path):
+    """With rollouts from past policies, whose weights must survive too."""
+    config = replace(SMALL, staleness=1, num_steps=5, minibatches=1, epochs=2)
+    expected = run(tmp_path / "whole", config)
+    interrupted = tmp_path / "interrupted"
+    run(interrupted, replace(config, num_steps=3))
+    (interrupted / "metrics.jsonl").open("a").write('{"step": 4, "reward/mean": 7.0}\n{"st')  # cut off while writing
+    got = run(interrupted, config, resume=True)
+    # Step 3 was the last of the shorter run, which evaluates and saves then.
+    for a, b in zip(without_times(expected), without_times(got), strict=True):
+        assert a == {tag: b[tag] for tag in a}
+    for step in (4, 5):
+        assert rollouts(interrupted, step) == rollouts(tmp_path / "whole", step)
+
+
+def test_resuming_before_the_first_checkpoint_starts_again(tmp_path):
+    expected = run(tmp_path / "whole", replace(SMALL, num_steps=2))
+    interrupted = tmp_path / "interrupted"
+    with pytest.raises(KeyboardInterrupt):
+        run(interrupted, replace(SMALL, num_steps=2, task=Interrupted(length=3)))
+    config = json.loads((interrupted / "config.json").read_text())
+    config["task"]["class"] = config["task"]["class"].replace("Interrupted", "GradedSort")
+    (interrupted / "config.json").write_text(json.dumps(config))
+    assert without_times(run(interrupted, replace(SMALL, num_steps=2), resume=True)) == without_times(expected)
+
+
+def test_staleness_is_how_old_the_sampling_policy_is(tmp_path):
+    lines = run(tmp_path / "run", replace(SMALL, staleness=2, evaluate_every=0))
+    assert [line["rollout/staleness_mean"] for line in lines] == [0, 1, 2, 2]
+    assert {row["policy_version"] for row in rollouts(tmp_path / "run", 4)} == {1}
+    fresh = run(tmp_path / "fresh", replace(SMALL, evaluate_every=0))
+    # The first step is the same; then the stale run is more off-policy.
+    assert lines[0]["policy/ess"] == fresh[0]["policy/ess"]
+    assert lines[3]["policy/log_ratio_abs_mean"] > fresh[3]["policy/log_ratio_abs_mean"]
+
+
+def test_micro_batches_do_not_change_a_run(tmp_path):
+    lines = run(tmp_path / "1"), run(tmp_path / "4", replace(SMALL, micro_batches=4))
+    for a, b in zip(*lines, strict=True):
+        for tag in a:
+            if tag.startswith(("loss/", "reward/", "eval/")):
+                assert b[tag] == pytest.approx(a[tag], rel=1e-3, abs=1e-5), tag
+
+
+def test_a_run_leaves_what_one_needs_to_read_it(tmp_path):
+    path = tmp_path / "run"
+    lines = run(path, argv=["python", "-m", "something"])
+    assert config_lib.load(path / "config.json") == SMALL
+    assert path.joinpath("command.txt").read_text() == "python -m something\n"
+    assert json.loads(path.joinpath("environment.json").read_text())[0]["packages"]["jax"]
+    assert [line["step"] for line in lines] == [0, 1, 2, 3, 4]
+    assert [line["step"] for line in lines if "eval/sort_digits/pass@1" in line] == [0, 2, 4]
+    assert all(line["eval/sort_digits/num_prompts"] == 11 for line in lines if "eval/sort_digits/num_prompts" in line)
+    expected = (
+        "policy/ess", "policy/ess_min_micro_batch", "policy/ratio_mean", "policy/ratio_max", "policy/log_ratio_abs_mean",
+        "policy/log_ratio_abs_max", "policy/cap_fraction", "policy/outside_0.2_fraction", "policy/behaviour_kl_proxy",
+        "policy/chi2", "policy/entropy", "loss/score", "loss/behaviour_kl", "loss/total", "optim/grad_norm",
+        "optim/learning_rate", "optim/skipped_updates", "reward/mean", "reward/zero_variance_group_fraction",
+        "rollout/response_tokens_mean", "rollout/truncated_fraction", "rollout/staleness_mean", "time/sample_seconds",
+        "time/learn_seconds", "time/learner_tokens_per_second", "time/sampler_tokens_per_second",
+    )  # fmt: skip
+    assert not set(expected) - lines[1].keys()
+    row = rollouts(path, 1)[0]
+    assert len(row["tokens"]) == len(row["behaviour_log_probs"]) == len(row["token_ids"])
+    assert row["prompt"].endswith("=")
+    assert list(path.glob("events.out.tfevents.*"))
+    with pytest.raises(FileExistsError, match="another run"):
+        run(path)
+    with pytest.raises(ValueError, match=r"optimizer.learning_rate \(was 0.001, now 0.1\)"):
+        run(path, replace(SMALL, optimizer=OptimizerConfig(learning_rate=0.1)), resume=True)
+
+
+def test_updates_that_are_never_finite_end_the_run(tmp_path):
+    with pytest.raises(FloatingPointError, match="updates in a row"):
+        run(
+            tmp_path / "run",
+            replace(SMALL, optimizer=OptimizerConfig(learning_rate=1e30), max_skipped_updates=3, num_steps=20),
+        )
+
+
+def test_bfloat16_rollouts_show_as_an_ess_below_one(tmp_path):
+    coarse = replace(SMALL, precision=Precision("bfloat16", "bfloat16", "bfloat16"), num_steps=1, evaluate_every=0)
+    (line,) = run(tmp_path / "run", coarse)
+    assert 0.99 < line["policy/ess"] < 1 - 1e-7
+    assert line["policy/log_ratio_abs_max"] > 1e-4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("objective", [P3O(), Grpo()], ids=["p3o", "grpo"])
+def test_reward_rises(tmp_path, objective):
+    """From a warm start that leaves room, on four digits; the quickstart does the same on ten."""
+    config = replace(
+        SMALL,
+        task=SortDigits(length=4),
+        model=TransformerConfig(),
+        objective=objective,
+        warm_start=WarmStart(num_steps=200, rows_per_step=64),
+        optimizer=OptimizerConfig(learning_rate=3e-4, warmup_updates=10),
+        prompts_per_step=32,
+        num_steps=30,
+        evaluate_every=30,
+        evaluation_prompts=128,
+        evaluation_samples=4,
+        write_rollouts_every=0,
+    )
+    lines = run(tmp_path / "run", config)
+    before, after = (lines[i]["eval/sort_digits/pass@1"] for i in (0, -1))
+    assert 0.2 < before < 0.7
+    assert after > before + 0.15

@@ -25,6 +25,7 @@ def p3o() -> Config:
         num_steps=60,
         sampler_temperature=1.2,
         learner_temperature=1.0,
+        evaluation_samples=8,
     )
 
 

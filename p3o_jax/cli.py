@@ -94,7 +94,7 @@ def describe(config: Config) -> str:
 def summary(run_dirs: Mapping[str, Path], seconds: Mapping[str, float]) -> str:
     """A table of what the runs reached, from their metrics."""
     header = ("variant", "pass@1 before", "after", "greedy", "ESS mean", "ESS min", "minutes")
-    rows = [header]
+    rows: list[tuple[str, ...]] = [header]
     for variant, run_dir in run_dirs.items():
         lines = read_metrics(run_dir)
 

@@ -170,7 +170,7 @@ def _make_converter() -> cattrs.Converter:
         fields = dict(data)
         module, _, name = fields.pop(_CLASS).partition(":")
         cls = getattr(importlib.import_module(module), name)
-        if not dataclasses.is_dataclass(cls):
+        if not (isinstance(cls, type) and dataclasses.is_dataclass(cls)):
             raise TypeError(f"{module}:{name} is not a dataclass")
         return cattrs.gen.make_dict_structure_fn(cls, converter, _cattrs_forbid_extra_keys=True)(fields, cls)
 

@@ -131,6 +131,8 @@ class Trainer:
                 self.mesh,
                 num_updates=warm_start.num_steps,
             )
+            if self.is_main:
+                print(f"warm start: {warm_start.num_steps} supervised updates", flush=True)
             taught = teacher.init_from(state.params)
             processes = {"num_processes": jax.process_count(), "process": jax.process_index()}
             for batch in demonstrations(self.task, warm_start, self.config.seed, **processes):

@@ -39,7 +39,11 @@ class WarmStart:
 def demonstrations(
     task: Task, config: WarmStart, seed: int, *, num_processes: int = 1, process: int = 0
 ) -> Iterator[Batch]:
-    """This process's rows of each supervised batch; a function of the seed."""
+    """This process's rows of each supervised batch; a function of the seed.
+
+    Raises:
+        ValueError: a demonstration is longer than the task allows.
+    """
     source = task.prompts("train", seed)
     slots = task.max_prompt_tokens + task.max_response_tokens
     share = config.rows_per_step // num_processes
@@ -52,7 +56,12 @@ def demonstrations(
             rng = np.random.default_rng((seed, example))
             question = task.tokenizer.encode(prompt.text)
             answer = task.tokenizer.encode(task.demonstration(prompt, config.noise, rng))
-            ids = [*question, *answer, task.tokenizer.eos_ids[0]][:slots]
+            ids = [*question, *answer, task.tokenizer.eos_ids[0]]
+            if len(question) > task.max_prompt_tokens or len(ids) - len(question) > task.max_response_tokens:
+                raise ValueError(
+                    f"warm start: demonstration {example} has {len(question)} + {len(ids) - len(question)} tokens, but "
+                    f"the task allows {task.max_prompt_tokens} + {task.max_response_tokens}: {prompt.text!r}"
+                )
             tokens[row, : len(ids)], prompt_length[row], length[row] = ids, len(question), len(ids)
         at = np.arange(1, slots)[None, :]
         mask = (at >= prompt_length[:, None]) & (at < length[:, None])

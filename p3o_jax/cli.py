@@ -63,19 +63,27 @@ def run_experiment(name: str, description: str, variants: Mapping[str, Config]) 
 
 def parse(name: str, description: str, variants: Mapping[str, Config], arguments: Sequence[str]) -> dict[str, Run]:
     """The runs that a command line asks for, by variant."""
-    chosen = arguments[:1] if arguments and arguments[0] in (*variants, "-h", "--help") else []
-    rest = arguments[len(chosen) :]
-    if not chosen and arguments and not arguments[0].startswith("-"):
-        raise ValueError(f"unknown variant {arguments[0]!r}; choose from {', '.join(variants)}")
-    runs = {}
-    for variant in chosen or variants:
-        runs[variant] = tyro.extras.overridable_config_cli(
-            {key: (describe(config), Run(config)) for key, config in variants.items()},
-            prog=f"python -m experiments.{name}",
-            description=description,
-            args=[variant, *rest],
+    if arguments and arguments[0] in ("-h", "--help"):
+        known = "\n".join(f"  {variant:12} {describe(config)}" for variant, config in variants.items())
+        print(
+            f"{description}\n\nusage: python -m experiments.{name} [VARIANT] [--flags]\n\n"
+            f"variants (without one, all):\n{known}\n\nflags: python -m experiments.{name} {next(iter(variants))} --help"
+        )
+        sys.exit(0)
+    chosen, flags = (arguments[:1], arguments[1:]) if arguments and arguments[0] in variants else ([], arguments)
+    if flags and not flags[0].startswith("-"):
+        raise ValueError(f"unknown variant {flags[0]!r}; choose from {', '.join(variants)}")
+    runs = {
+        variant: tyro.cli(
+            Run,
+            default=Run(variants[variant]),
+            prog=f"python -m experiments.{name} {variant}",
+            description=f"{description} This variant: {describe(variants[variant])}.",
+            args=flags,
             config=(tyro.conf.AvoidSubcommands,),
         )
+        for variant in chosen or variants
+    }
     for run in runs.values():
         if run.run_dir is None and (run.resume or run.distributed):
             raise ValueError("--resume and --distributed need --run-dir")

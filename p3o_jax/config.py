@@ -11,7 +11,9 @@ from typing import Any
 import cattrs
 import cattrs.gen
 from cattrs import transform_error
+from cattrs.errors import ForbiddenExtraKeysError
 from cattrs.strategies import configure_union_passthrough
+from cattrs.v import format_exception
 
 from p3o_jax.advantages import Advantages, GroupZScore
 from p3o_jax.models.transformer import TransformerConfig
@@ -194,7 +196,12 @@ def from_json(data: dict[str, Any]) -> Config:
     try:
         return _make_converter().structure(data, Config)
     except Exception as error:
-        raise ValueError("config: " + "; ".join(transform_error(error, path="config"))) from error
+        reasons = transform_error(error, "config", _reason)
+        raise ValueError("; ".join(reasons)) from error
+
+
+def _reason(error: BaseException, expected: type | None) -> str:
+    return str(error) if isinstance(error, ForbiddenExtraKeysError) else f"{format_exception(error, expected)}: {error}"
 
 
 def load(path: Any) -> Config:

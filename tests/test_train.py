@@ -161,9 +161,11 @@ def test_a_run_leaves_what_one_needs_to_read_it(tmp_path):
     assert all(line["eval/sort_digits/num_prompts"] == 11 for line in lines if "eval/sort_digits/num_prompts" in line)
     expected = (
         "policy/ess", "policy/ess_min_micro_batch", "policy/ratio_mean", "policy/ratio_max",
-        "policy/log_ratio_abs_mean", "policy/log_ratio_abs_max", "policy/cap_fraction", "policy/outside_0.2_fraction", "policy/behaviour_kl_proxy",
+        "policy/log_ratio_abs_mean", "policy/log_ratio_abs_max",
+        "policy/cap_fraction", "policy/outside_0.2_fraction", "policy/behaviour_kl_proxy",
         "policy/chi2", "policy/entropy", "loss/score", "loss/behaviour_kl", "loss/total", "optim/grad_norm",
-        "optim/learning_rate", "optim/skipped_updates", "reward/mean", "reward/zero_variance_group_fraction",
+        "optim/learning_rate", "optim/skipped_updates", "reward/mean",
+        "reward/zero_variance_group_fraction",
         "rollout/response_tokens_mean", "rollout/truncated_fraction", "rollout/staleness_mean", "time/sample_seconds",
         "time/learn_seconds", "time/learner_tokens_per_second", "time/sampler_tokens_per_second",
     )  # fmt: skip

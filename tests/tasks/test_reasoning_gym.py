@@ -12,7 +12,7 @@ from p3o_jax.tasks import ReasoningGym
 from p3o_jax.tasks.base import split_of
 
 pytest.importorskip("reasoning_gym", reason="needs the extra 'tasks', and that a C compiler")
-from reasoning_gym.factory import DATASETS  # noqa: E402
+from reasoning_gym.factory import DATASETS
 
 SMALL = {"min_terms": 2, "max_terms": 2, "max_digits": 1}
 

@@ -1,0 +1,91 @@
+"""The command line: what it says when it is wrong, and what it starts when it is right."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from experiments.quickstart import VARIANTS
+from p3o_jax.cli import parse, summary
+from p3o_jax.objectives import P3O
+
+
+def parsed(*arguments):
+    return parse("quickstart", "Description.", VARIANTS, arguments)
+
+
+def test_without_a_variant_all_of_them_run():
+    runs = parsed("--num-steps", "3")
+    assert list(runs) == list(VARIANTS)
+    assert {run.config.num_steps for run in runs.values()} == {3}
+
+
+def test_fields_are_flags():
+    (run,) = parsed(
+        "grpo", "--objective.clip-low", "0.1", "--task.length", "5", "--optimizer.learning-rate", "0.5",
+        "--learner-temperature", "None", "--precision.weights", "bfloat16",
+    ).values()  # fmt: skip
+    assert run.config.objective.clip_low == 0.1
+    assert run.config.task.length == 5
+    assert run.config.optimizer.learning_rate == 0.5
+    assert run.config.learner_temperature is None
+    assert run.config.precision.weights == "bfloat16"
+    assert parsed("p3o")["p3o"].config.objective == P3O()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["ppo"], "unknown variant 'ppo'; choose from p3o, grpo"),
+        (["--resume"], "need --run-dir"),
+        (["--run-dir", "x"], "--run-dir needs a variant"),
+    ],
+)
+def test_what_cannot_be_is_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        parsed(*arguments)
+
+
+def quickstart(*arguments) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "experiments.quickstart", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["p3o", "--staleness", "-1"], "staleness must not be negative, got -1"),
+        (["p3o", "--minibatches", "5"], "does not divide into minibatches=5"),
+        (["p3o", "--model.context-tokens", "8"], "exceed model.context_tokens=8"),
+        (["p3o", "--objective.clip", "1"], "--objective.clip"),
+        (["p3o", "--task.length", "1"], "length must be at least 2"),
+    ],
+)
+def test_mistakes_end_with_one_line_and_no_traceback(arguments, message, tmp_path):
+    result = quickstart(*arguments, "--run-dir", str(tmp_path / "run"))
+    assert result.returncode != 0
+    assert message in result.stderr + result.stdout
+    assert "Traceback" not in result.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_help_explains_every_field():
+    text = quickstart("p3o", "--help").stdout
+    for flag in ("--staleness", "--objective.kl", "--task.length", "--run-dir", "--optimizer.clip-norm"):
+        assert flag in text
+    assert "Rollouts are sampled by the policy of this many rollout steps ago." in " ".join(
+        text.replace("│", " ").split()
+    )
+
+
+def test_the_table_reads_what_the_runs_wrote(tmp_path):
+    tmp_path.joinpath("metrics.jsonl").write_text(
+        '{"step": 0, "eval/t/pass@1": 0.25, "eval/t/greedy": 0.5}\n'
+        '{"step": 1, "policy/ess": 0.9, "policy/ess_min": 0.8}\n'
+        '{"step": 2, "policy/ess": 0.7, "policy/ess_min": 0.6, "eval/t/pass@1": 0.75, "eval/t/greedy": 1.0}\n'
+    )
+    header, row = summary({"p3o": tmp_path}, {"p3o": 90.0}).splitlines()
+    assert header.split() == ["variant", "pass@1", "before", "after", "greedy", "ESS", "mean", "ESS", "min", "minutes"]
+    assert row.split() == ["p3o", "0.250", "0.750", "1.000", "0.800", "0.600", "1.5"]

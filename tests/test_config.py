@@ -1,0 +1,113 @@
+"""Configurations: JSON and back, and refusal of what does not fit, by name, before anything compiles."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+
+import pytest
+
+from p3o_jax.advantages import LeaveOneOut
+from p3o_jax.config import Config, from_json, load, to_json, validate
+from p3o_jax.models.transformer import TransformerConfig
+from p3o_jax.objectives import P3O, ConstantNormaliser, Grpo, Objective
+from p3o_jax.optimizer import OptimizerConfig
+from p3o_jax.precision import Precision
+from p3o_jax.sharding import MeshShape
+from p3o_jax.tasks import ReasoningGym
+from p3o_jax.warm_start import WarmStart
+
+
+@dataclass(frozen=True, kw_only=True)
+class MyObjective(Grpo):
+    """An experiment's own objective."""
+
+    extra: float = 0.5
+
+
+RICH = Config(
+    task=ReasoningGym("chain_sum", {"min_terms": 2, "max_terms": 3}),
+    objective=MyObjective(clip_high=0.28, aggregation=ConstantNormaliser(tokens=32), extra=0.25),
+    advantages=LeaveOneOut(),
+    warm_start=WarmStart(optimizer=OptimizerConfig(decay="linear")),
+    precision=Precision("bfloat16", "bfloat16", "float32"),
+    learner_temperature=0.6,
+    mesh=MeshShape(data=2, fsdp=2, tensor=2),
+)
+
+
+@pytest.mark.parametrize("config", [Config(), RICH], ids=["default", "rich"])
+def test_json_and_back(config, tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(to_json(config)))
+    assert load(path) == config
+
+
+def test_every_built_in_objective_reloads():
+    todo, seen = [Objective], []
+    while todo:
+        cls = todo.pop()
+        todo += cls.__subclasses__()
+        if not cls.__abstractmethods__ and cls.__module__.startswith("p3o_jax") and cls.__name__ != "DrGrpo":
+            config = Config(objective=cls())
+            assert from_json(json.loads(json.dumps(to_json(config)))) == config
+            seen.append(cls)
+    assert len(seen) > 8
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda data: data.update(learning_rate=1.0), "Extra fields .* Config: learning_rate @ config"),
+        (lambda data: data["optimizer"].update(betas=0.9), "betas.*optimizer"),
+        (lambda data: data.update(num_steps="many"), "num_steps"),
+        (lambda data: data["objective"].update({"class": "p3o_jax.objectives:P5O"}), "P5O"),
+        (lambda data: data["objective"].update({"class": "os:getcwd"}), "not a dataclass"),
+        (lambda data: data["objective"].update(kl="k4"), "k4"),
+    ],
+)
+def test_a_damaged_config_is_refused_by_field(change, message):
+    data = json.loads(json.dumps(to_json(Config())))
+    change(data)
+    with pytest.raises(ValueError, match=message):
+        from_json(data)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"staleness": -1}, "staleness must not be negative, got -1"),
+        ({"num_steps": 0}, "num_steps must be at least 1"),
+        ({"samples_per_prompt": 0}, "samples_per_prompt must be at least 1"),
+        ({"sampler_temperature": 0.0}, "sampler_temperature must be positive"),
+        ({"learner_temperature": -1.0}, "learner_temperature must be positive"),
+    ],
+)
+def test_impossible_values_are_refused(change, message):
+    with pytest.raises(ValueError, match=message):
+        replace(Config(), **change)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"minibatches": 5}, "prompts_per_step=32 does not divide into minibatches=5"),
+        ({"samples_per_prompt": 3, "minibatches": 16}, "= 6 rows does not divide over 8 devices"),
+        ({"prompts_per_step": 12, "minibatches": 1, "samples_per_prompt": 8}, "does not divide over 8 devices"),
+        ({"micro_batches": 7}, "micro_batches=7"),
+        ({"model": TransformerConfig(context_tokens=16)}, "exceed model.context_tokens=16"),
+        ({"model": TransformerConfig(num_heads=6, num_kv_heads=6), "mesh": MeshShape(tensor=4)}, "model.num_heads=6"),
+        ({"model": TransformerConfig(embed_dim=30), "mesh": MeshShape(fsdp=4)}, "model.embed_dim=30"),
+    ],
+)
+def test_what_does_not_fit_the_devices_or_the_task_is_refused(change, message):
+    with pytest.raises(ValueError, match=message):
+        validate(replace(Config(), **change), batch_shards=8, num_processes=1)
+
+
+def test_the_default_fits():
+    validate(Config(), batch_shards=8, num_processes=2)
+
+
+def test_objective_names_are_classes():
+    assert to_json(Config())["objective"]["class"] == f"{P3O.__module__}:P3O"

@@ -65,10 +65,9 @@ def parse(name: str, description: str, variants: Mapping[str, Config], arguments
     """The runs that a command line asks for, by variant."""
     if arguments and arguments[0] in ("-h", "--help"):
         known = "\n".join(f"  {variant:12} {describe(config)}" for variant, config in variants.items())
-        print(
-            f"{description}\n\nusage: python -m experiments.{name} [VARIANT] [--flags]\n\n"
-            f"variants (without one, all):\n{known}\n\nflags: python -m experiments.{name} {next(iter(variants))} --help"
-        )
+        command = f"python -m experiments.{name}"
+        print(f"{description}\n\nusage: {command} [VARIANT] [--flags]\n\nvariants (without one, all):\n{known}\n")
+        print(f"flags: {command} {next(iter(variants))} --help")
         sys.exit(0)
     chosen, flags = (arguments[:1], arguments[1:]) if arguments and arguments[0] in variants else ([], arguments)
     if flags and not flags[0].startswith("-"):

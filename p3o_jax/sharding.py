@@ -74,6 +74,13 @@ def make_mesh(shape: MeshShape = MeshShape(), devices: Sequence[jax.Device] | No
     return jax.make_mesh(sizes, MESH_AXES, axis_types=(AxisType.Auto,) * len(sizes), devices=devices)
 
 
+def platform() -> str:
+    """What the program being traced will run on, "cpu", "gpu" or "tpu": the mesh's devices, which may be described
+    rather than present, or else this machine's."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return jax.default_backend() if device is None else device.platform
+
+
 def num_batch_shards(mesh: Mesh) -> int:
     """Over how many devices the rows of a batch are spread."""
     return math.prod(mesh.shape[axis] for axis in BATCH_AXES)

@@ -1,0 +1,139 @@
+"""Every implementation of attention against the dense one, values and gradients."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+from p3o_jax import sharding
+from p3o_jax.models import attention
+from p3o_jax.models.attention import causal_attention, chunked_attention, dense_attention
+from p3o_jax.models.splash import splash_attention
+from p3o_jax.sharding import MeshShape, make_mesh
+
+LENGTH = 150  # no multiple of any block
+ROWS, HEADS, KV_HEADS, WIDTH = 4, 4, 2, 24
+
+
+def problem(dtype=jnp.float32):
+    keys = jax.random.split(jax.random.key(0), 4)
+    shapes = [(ROWS, LENGTH, heads, WIDTH) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+    arrays = [jax.random.normal(key, shape).astype(dtype) for key, shape in zip(keys, shapes, strict=False)]
+    segments = jnp.sort(jax.random.randint(keys[3], (ROWS, LENGTH), -1, 3), axis=1)
+    return *arrays, segments
+
+
+def weighted(attend, query, *rest):
+    out = attend(query, *rest)
+    return (jnp.cos(jnp.arange(out.size, dtype=jnp.float32)).reshape(out.shape) * out).sum()
+
+
+def values_and_gradients(attend, arrays, segments):
+    gradients = jax.jit(jax.grad(partial(weighted, attend), argnums=(0, 1, 2)))
+    return jax.jit(attend)(*arrays, segments), *gradients(*arrays, segments)
+
+
+IMPLEMENTATIONS = {
+    "chunked": partial(chunked_attention, chunk=64),
+    "splash": partial(splash_attention, block=128, interpret=True),
+}
+
+
+@pytest.fixture(scope="module")
+def expected():
+    *arrays, segments = problem()
+    return {packed: values_and_gradients(dense_attention, arrays, segments * packed) for packed in (0, 1)}
+
+
+@pytest.mark.parametrize("packed", [0, 1])
+@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+def test_values_and_gradients_equal_dense_attention(name, packed, expected):
+    *arrays, segments = problem()
+    got = values_and_gradients(IMPLEMENTATIONS[name], arrays, segments * packed)
+    for a, b in zip(got, expected[packed], strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-6 * float(jnp.abs(b).max()) + 1e-6)
+    assert jnp.abs(expected[0][0] - expected[1][0]).max() > 0.1  # segments matter
+
+
+@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+def test_sharded_rows_and_heads(name, expected):
+    """Inside the learner's kind of `shard_map`, which checks what varies, with its gradient taken inside as well."""
+    *arrays, segments = problem()
+    mesh = make_mesh(MeshShape(data=2, fsdp=2, tensor=2))
+    rows, heads = PartitionSpec(("data", "fsdp")), PartitionSpec(("data", "fsdp"), None, "tensor")
+
+    def local(weights, query, key, value, segments):
+        def loss(*arrays):
+            return (weights * IMPLEMENTATIONS[name](*arrays, segments)).sum()
+
+        return IMPLEMENTATIONS[name](query, key, value, segments), *jax.grad(loss, argnums=(0, 1, 2))(query, key, value)
+
+    run = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(heads,) * 4 + (rows,), out_specs=(heads,) * 4))
+    weights = jnp.cos(jnp.arange(arrays[0].size, dtype=jnp.float32)).reshape(arrays[0].shape)
+    for a, b in zip(run(weights, *arrays, segments), expected[1], strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-6 * float(jnp.abs(b).max()) + 1e-6)
+
+
+def test_without_segments_a_row_is_one():
+    *arrays, segments = problem()
+    np.testing.assert_array_equal(chunked_attention(*arrays), chunked_attention(*arrays, segments * 0))
+    np.testing.assert_array_equal(dense_attention(*arrays), dense_attention(*arrays, segments * 0))
+
+
+def test_bfloat16_stays_bfloat16():
+    *arrays, segments = problem(jnp.bfloat16)
+    for attend in (dense_attention, *IMPLEMENTATIONS.values()):
+        assert jax.eval_shape(attend, *arrays, segments).dtype == jnp.bfloat16
+
+
+def scores_bytes(attend, length):
+    """Temporary bytes of the compiled gradient."""
+    arrays = [jax.ShapeDtypeStruct((1, length, heads, 8), jnp.float32) for heads in (4, 4, 4)]
+    gradient = jax.jit(jax.grad(lambda *a: weighted(lambda q, k, v: attend(q, k, v), *a), argnums=(0, 1, 2)))
+    return gradient.lower(*arrays).compile().memory_analysis().temp_size_in_bytes
+
+
+def test_long_rows_do_not_hold_all_scores():
+    assert scores_bytes(causal_attention, 4096) < 0.3 * scores_bytes(dense_attention, 4096)
+
+
+@pytest.mark.parametrize(
+    ("platform", "dtype", "length", "chosen"),
+    [
+        ("cpu", jnp.float32, 64, "dense"),
+        ("cpu", jnp.float32, 2048, "chunked"),
+        ("tpu", jnp.bfloat16, 64, "dense"),
+        ("tpu", jnp.bfloat16, 2048, "splash"),
+        ("tpu", jnp.float32, 2048, "splash"),
+        ("gpu", jnp.bfloat16, 2048, "cudnn"),
+        ("gpu", jnp.float32, 2048, "chunked"),
+    ],
+)
+def test_the_platform_decides(monkeypatch, platform, dtype, length, chosen):
+    for name in ("dense", "chunked", "splash", "cudnn"):
+        monkeypatch.setattr(attention, f"{name}_attention", lambda *_, name=name: name)
+    monkeypatch.setattr(sharding, "platform", lambda: platform)
+    query = jnp.zeros((1, length, 2, 8), dtype)
+    assert causal_attention(query, query, query) == chosen
+
+
+def test_the_platform_is_the_meshs():
+    """A program for a described TPU is traced for a TPU, on a machine without one."""
+    seen = []
+
+    def local(x):
+        seen.append(sharding.platform())
+        return x
+
+    device = jax.sharding.AbstractDevice(device_kind="TPU v5p", num_cores=1, platform="tpu")
+    mesh = jax.sharding.AbstractMesh((2,), ("data",), abstract_device=device)
+    spec = PartitionSpec("data")
+    jax.eval_shape(jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec), jnp.zeros(4))
+    jax.eval_shape(jax.shard_map(local, mesh=make_mesh(), in_specs=spec, out_specs=spec), jnp.zeros(8))
+    assert seen == ["tpu", "cpu"]
+    assert sharding.platform() == "cpu"

@@ -1,0 +1,150 @@
+"""From rollouts to batches: alignment, masks, refusals, and who does what."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from p3o_jax.rollouts import (
+    PolicyRing,
+    local_prompts,
+    make_batch,
+    minibatches,
+    readable,
+    responses,
+    rollout_metrics,
+    score,
+)
+from p3o_jax.tasks import SortDigits
+from p3o_jax.types import FinishReason, Rollout
+
+TASK = SortDigits(length=2)
+
+
+def make_rollout() -> Rollout:
+    """Prompts `21=` and `03=` with two responses each; garbage wherever nothing should be read."""
+    encode = TASK.tokenizer.encode
+    rows = [("21=", "12", True), ("21=", "2", True), ("03=", "030", False), ("03=", "03", True)]
+    tokens = np.full((4, 8), 5, np.int32)
+    log_probs = np.full((4, 8), np.nan, np.float32)
+    lengths = []
+    for row, (prompt, response, ended) in enumerate(rows):
+        ids = [*encode(prompt), *encode(response), *([0] if ended else [])]
+        tokens[row, : len(ids)] = ids
+        lengths.append(len(ids) - 3)
+        # The log-prob of the token at position t is -t - row / 10.
+        log_probs[row, 3 : len(ids)] = -np.arange(3, len(ids)) - row / 10
+    return Rollout(
+        tokens=tokens,
+        prompt_length=np.full(4, 3, np.int32),
+        response_length=np.asarray(lengths, np.int32),
+        behaviour_log_probs=log_probs,
+        temperature=np.asarray([0.6, 0.6, 1.2, 1.2], np.float32),
+        policy_version=np.asarray([4, 4, 3, 3], np.int32),
+        source=np.zeros(4, np.int32),
+        finish_reason=np.asarray([0, 0, 1, 0], np.int32),
+        group=np.asarray([7, 7, 9, 9], np.int32),
+    )
+
+
+def prompts():
+    source = TASK.prompts("train", 0)
+    return [source[0]._replace(index=7, text="21=", answer="12"), source[1]._replace(index=9, text="03=", answer="03")]
+
+
+def test_columns_are_predictions():
+    """Column t holds what concerns the token predicted from tokens[:t + 1]."""
+    rollout = make_rollout()
+    batch = make_batch(rollout, np.asarray([1, 2, 3, 4], np.float32), learner_temperature=None, step=5)
+    for row in range(4):
+        columns = np.flatnonzero(batch.mask[row])
+        assert columns.tolist() == list(range(2, 2 + rollout.response_length[row]))
+        for column in columns:
+            assert batch.inputs.targets[row, column] == rollout.tokens[row, column + 1]
+            assert batch.inputs.tokens[row, column] == rollout.tokens[row, column]
+            assert batch.behaviour_log_probs[row, column] == np.float32(-(column + 1) - row / 10)
+    np.testing.assert_array_equal(batch.advantages[:, 0], [1, 2, 3, 4])
+    np.testing.assert_array_equal(batch.inputs.temperature[:, 0], np.float32([0.6, 0.6, 1.2, 1.2]))
+    np.testing.assert_array_equal(batch.staleness[:, 0], [1, 1, 2, 2])
+    of_learner = make_batch(rollout, np.zeros(4, np.float32), learner_temperature=1.0, step=5)
+    assert set(of_learner.inputs.temperature.ravel().tolist()) == {1.0}
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 0.5])
+def test_a_missing_log_prob_is_an_error_not_a_zero(value):
+    rollout = make_rollout()
+    rollout.behaviour_log_probs[2, 4] = value
+    with pytest.raises(ValueError, match=r"1 behaviour log-probs .* row 2 \(prompt 9\) at token 4"):
+        make_batch(rollout, np.zeros(4, np.float32), learner_temperature=None, step=5)
+
+
+def test_arrays_of_other_lengths_are_refused():
+    rollout = make_rollout()
+    short = rollout._replace(behaviour_log_probs=rollout.behaviour_log_probs[:, 1:])
+    with pytest.raises(ValueError, match="do not belong together"):
+        make_batch(short, np.zeros(4, np.float32), learner_temperature=None, step=5)
+
+
+def test_responses_are_ids_without_the_end():
+    encode = TASK.tokenizer.encode
+    assert responses(make_rollout()) == [encode("12"), encode("2"), encode("030"), encode("03")]
+
+
+def test_scores_are_of_the_rows_own_prompts():
+    completions, rewards = score(TASK, prompts()[::-1], make_rollout())  # the order of prompts does not matter
+    assert completions == ["12", "2", "030", "03"]
+    assert rewards.tolist() == [1, 0, 0, 1]
+
+
+def test_a_reward_that_is_no_number_is_an_error():
+    class Broken(SortDigits):
+        def reward(self, prompt, completion):
+            return float("nan")
+
+    with pytest.raises(ValueError, match="reward of prompt 7 is nan"):
+        score(Broken(length=2), prompts(), make_rollout())
+
+
+def test_what_is_logged_of_rollouts():
+    metrics = rollout_metrics(make_rollout(), np.asarray([1, 1, 0, 1], np.float32), step=4)
+    assert metrics["reward/mean"] == 0.75
+    assert metrics["reward/zero_variance_group_fraction"] == 0.5
+    assert metrics["rollout/response_tokens_mean"] == (3 + 2 + 3 + 3) / 4
+    assert metrics["rollout/truncated_fraction"] == 0.25
+    assert metrics["rollout/staleness_mean"] == 0.5
+
+
+def test_readable_rollouts_align_tokens_and_log_probs():
+    row = readable(prompts(), make_rollout(), ["12", "2", "030", "03"], *np.ones((2, 4), np.float32), TASK.tokenizer)[1]
+    assert row["prompt"] == "21="
+    assert row["tokens"] == ["2", ""]
+    assert row["behaviour_log_probs"] == pytest.approx([-3.1, -4.1])
+    assert row["finish_reason"] == FinishReason.EOS.name.lower()
+
+
+def test_minibatches_are_parts_in_order_again_in_every_epoch():
+    batch = make_batch(make_rollout(), np.asarray([1, 2, 3, 4], np.float32), learner_temperature=None, step=5)
+    seen = [part.advantages[:, 0].tolist() for part in minibatches(batch, 2, epochs=2)]
+    assert seen == [[1, 2], [3, 4], [1, 2], [3, 4]]
+
+
+@pytest.mark.parametrize("processes", [1, 2, 4])
+def test_an_update_sees_the_same_prompts_on_any_number_of_hosts(processes):
+    step = list(range(24))
+    minibatch_size = 24 // 3
+    shares = [local_prompts(step, 3, processes, process) for process in range(processes)]
+    for m in range(3):
+        part = minibatch_size // processes
+        seen = [prompt for share in shares for prompt in share[m * part : (m + 1) * part]]
+        assert seen == step[m * minibatch_size : (m + 1) * minibatch_size]
+
+
+def test_the_ring_samples_with_the_policy_of_k_steps_ago():
+    ring = PolicyRing(2, {0: "p0"})
+    behaviours = []
+    for version in range(1, 6):
+        behaviours.append(ring.behaviour[0])
+        ring.push(version, f"p{version}")
+    assert behaviours == [0, 0, 0, 1, 2]
+    assert ring.newest == "p5"
+    assert sorted(ring.past) == [3, 4, 5]

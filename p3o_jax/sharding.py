@@ -208,7 +208,14 @@ def reduce_gradients(gradients: Any, params: Any) -> Any:
     return jax.tree.map(reduce, gradients, params)
 
 
-def match_variance(value: Array, like: Array) -> Array:
-    """`value` marked as varying over the mesh axes that `like` varies over (for a scan's first carry)."""
-    missing = tuple(_varying(like) - _varying(value))
+def match_variance(value: Array, like: Any) -> Array:
+    """`value` marked as varying over the mesh axes that `like`, a tree, varies over (for a scan's first carry)."""
+    wanted = frozenset().union(*(_varying(leaf) for leaf in jax.tree.leaves(like)))
+    missing = tuple(wanted - _varying(value))
     return jax.lax.pcast(value, missing, to="varying") if missing else value
+
+
+def sum_as_varied(gradient: Array, like: Array) -> Array:
+    """`gradient` summed over the mesh axes that `like`, whose gradient it is, does not vary over."""
+    axes = tuple(_varying(gradient) - _varying(like))
+    return jax.lax.psum(gradient, axes) if axes else gradient

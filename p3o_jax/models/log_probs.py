@@ -1,16 +1,30 @@
-"""Log-probabilities and entropy of tokens without holding [B, T, V].
+"""Log-probabilities, entropy and a distribution's support, of tokens, without holding [B, T, V].
 
-Tokens are taken in chunks; a chunk's logits are recomputed in the backward pass. The
-vocabulary may be sharded over `tensor`. Softmax is in float32 of float32 logits.
+Tokens are taken in chunks; a chunk's logits are recomputed in the backward pass, where the
+head's gradient is accumulated in float32. The vocabulary may be sharded over `tensor`.
+Softmax is in float32 of float32 logits.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from p3o_jax import sharding
+
+
+class TokenDistributions(NamedTuple):
+    """What is kept of the distributions softmax(logits / temperature), in float32 and nats."""
+
+    log_probs: Float[Array, "B T"]  # of the targets
+    entropy: Float[Array, "B T"]
+    support_log_probs: Float[Array, "B T K"] | None = None  # as the caller asks
+    indices: Int[Array, "B T K"] | None = None  # of the K most likely tokens, where those were asked for
 
 
 def token_log_probs(
@@ -20,46 +34,149 @@ def token_log_probs(
     temperature: Float[Array, "B T"],
     chunk_tokens: int = 1024,
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
-    """log softmax(head @ hidden / temperature) at the targets, and the entropy in nats, both float32.
+    """log softmax(head @ hidden / temperature) at the targets, and the entropy in nats, both float32."""
+    found = token_distributions(hidden, head, targets, temperature, chunk_tokens=chunk_tokens)
+    return found.log_probs, found.entropy
 
-    `head` is this device's part of the vocabulary. At most `chunk_tokens` x V logits exist at a time.
+
+def token_distributions(
+    hidden: Float[Array, "B T D"],
+    head: Float[Array, "V D"],
+    targets: Int[Array, "B T"],
+    temperature: Float[Array, "B T"],
+    support: Int[Array, "B T K"] | int | Literal["exact"] | None = None,
+    chunk_tokens: int = 1024,
+) -> TokenDistributions:
+    """softmax(head @ hidden / temperature) at the targets, and at more tokens if asked.
+
+    Differentiable in `hidden` and `head`, unless the most likely tokens are asked for.
+
+    Args:
+        head: this device's part of the vocabulary.
+        support: which log-probs besides the target's. Indices: those. A number k: of the k most likely tokens
+            (of all, if there are fewer), with their indices. "exact": of the whole vocabulary, which is
+            [B, T, V] by nature.
+        chunk_tokens: at most `chunk_tokens` x V logits exist at a time.
     """
-    batch, length, _ = hidden.shape
-    tokens = batch * length
+    if isinstance(support, int):
+        return jax.lax.stop_gradient(_in_chunks(support, chunk_tokens, hidden, head, targets, temperature))
+    if support is None or isinstance(support, str):
+        return _differentiable(support, chunk_tokens, hidden, head, targets, temperature)
+    return _differentiable(None, chunk_tokens, hidden, head, targets, temperature, support)
+
+
+def _in_chunks(select: int | str | None, chunk_tokens: int, hidden: Array, head: Array, *rest: Array):
+    def one_chunk(hidden: Float[Array, "N D"], *rest: Array) -> TokenDistributions:
+        return _of_chunk(select, _product(hidden, head), *rest)
+
+    split, join = _chunks(hidden.shape[:2], chunk_tokens)
+    return join(_map(one_chunk, tuple(map(split, (hidden, *rest)))))
+
+
+_differentiable = partial(jax.custom_vjp, nondiff_argnums=(0, 1))(_in_chunks)
+
+
+def _forward(select: str | None, chunk_tokens: int, *arrays: Array):
+    return _in_chunks(select, chunk_tokens, *arrays), arrays
+
+
+def _backward(select: str | None, chunk_tokens: int, arrays: tuple, gradient: TokenDistributions):
+    hidden, head, *rest = arrays
+
+    def accumulate(head_gradient: Float[Array, "V D"], chunk: tuple):
+        hidden, gradient, *rest = chunk
+        _, of_logits = jax.vjp(lambda product: _of_chunk(select, product, *rest), _product(hidden, head))
+        (of_product,) = of_logits(gradient)
+        of_product = of_product.astype(hidden.dtype)
+        part = jnp.einsum("NV,ND->VD", of_product, hidden, preferred_element_type=jnp.float32)
+        of_hidden = jnp.einsum("NV,VD->ND", of_product, head, preferred_element_type=jnp.float32)
+        return head_gradient + part, of_hidden.astype(hidden.dtype)
+
+    split, join = _chunks(hidden.shape[:2], chunk_tokens)
+    chunks = (split(hidden), jax.tree.map(partial(split, filler=0), gradient), *map(split, rest))
+    zeros = sharding.match_variance(jnp.zeros(head.shape, jnp.float32), (head, hidden))
+    head_gradient, hidden_gradient = jax.lax.scan(accumulate, zeros, chunks)
+    head_gradient = sharding.sum_as_varied(head_gradient, head).astype(head.dtype)
+    hidden_gradient = sharding.sum_as_varied(join(hidden_gradient), hidden)
+    return hidden_gradient, head_gradient, *(None for _ in rest)
+
+
+_differentiable.defvjp(_forward, _backward)
+
+
+def _chunks(shape: tuple[int, int], chunk_tokens: int) -> tuple[Callable, Callable]:
+    """How arrays [B, T, ...] become chunks of tokens [C, N, ...], and trees of those whole again."""
+    tokens = shape[0] * shape[1]
     chunk = min(chunk_tokens, tokens)
     padding = -tokens % chunk
 
-    def split(array: Array) -> Array:
+    def split(array: Array, filler: int = 1) -> Array:
         flat = array.reshape(tokens, *array.shape[2:])
-        flat = jnp.concatenate([flat, jnp.ones((padding, *flat.shape[1:]), flat.dtype)]) if padding else flat
+        if padding:
+            flat = jnp.concatenate([flat, jnp.full((padding, *flat.shape[1:]), filler, flat.dtype)])
         return flat.reshape(-1, chunk, *flat.shape[1:])
 
-    @jax.checkpoint
-    def one_chunk(hidden: Float[Array, "N D"], targets: Int[Array, " N"], temperature: Float[Array, " N"]):
-        logits = jnp.einsum("ND,VD->NV", hidden, head, preferred_element_type=jnp.float32) / temperature[:, None]
-        return _log_prob_and_entropy(logits, targets)
+    def join(tree: Any) -> Any:
+        return jax.tree.map(
+            lambda leaf: leaf.reshape(-1, *leaf.shape[2:])[:tokens].reshape(*shape, *leaf.shape[2:]), tree
+        )
 
-    chunks = tuple(split(array) for array in (hidden, targets, temperature))
-    if padding == 0 and tokens == chunk:
-        log_probs, entropy = one_chunk(*(array[0] for array in chunks))
-    else:
-        log_probs, entropy = jax.lax.map(lambda arrays: one_chunk(*arrays), chunks)
-    return tuple(array.reshape(-1)[:tokens].reshape(batch, length) for array in (log_probs, entropy))
+    return split, join
 
 
-def _log_prob_and_entropy(
-    logits: Float[Array, "N V"], targets: Int[Array, " N"]
-) -> tuple[Float[Array, " N"], Float[Array, " N"]]:
+def _map(function: Callable, chunks: tuple) -> Any:
+    if chunks[0].shape[0] == 1:  # no loop, so that XLA may fuse across it
+        return jax.tree.map(lambda leaf: leaf[None], function(*(array[0] for array in chunks)))
+    return jax.lax.map(lambda arrays: function(*arrays), chunks)
+
+
+def _product(hidden: Float[Array, "N D"], head: Float[Array, "V D"]) -> Float[Array, "N V"]:
+    return jnp.einsum("ND,VD->NV", hidden, head, preferred_element_type=jnp.float32)
+
+
+def _of_chunk(
+    select: int | str | None,
+    product: Float[Array, "N V"],
+    targets: Int[Array, " N"],
+    temperature: Float[Array, " N"],
+    at: Int[Array, "N K"] | None = None,
+) -> TokenDistributions:
+    return _of_logits(product / temperature[:, None], targets, select if at is None else at)
+
+
+def _of_logits(
+    logits: Float[Array, "N V"], targets: Int[Array, " N"], support: Int[Array, "N K"] | int | str | None
+) -> TokenDistributions:
     """The softmax over a vocabulary of which this device holds V entries."""
     shifted = logits - sharding.max_over_tensor(logits.max(axis=-1))[:, None]
     exponentials = jnp.exp(shifted)
     total = sharding.sum_over_tensor(exponentials.sum(axis=-1))
     log_total = jnp.log(total)
-
-    local = targets - sharding.tensor_index() * logits.shape[-1]
-    here = (local >= 0) & (local < logits.shape[-1])
-    at_target = jnp.take_along_axis(shifted, jnp.where(here, local, 0)[:, None], axis=-1)[:, 0]
-    target_logit = sharding.sum_over_tensor(jnp.where(here, at_target, 0.0))
-
     mean_logit = sharding.sum_over_tensor((exponentials * shifted).sum(axis=-1)) / total
-    return target_logit - log_total, log_total - mean_logit
+    found = TokenDistributions(_at(shifted, targets[:, None])[:, 0] - log_total, log_total - mean_logit)
+
+    if support is None:
+        return found
+    if isinstance(support, str):
+        return found._replace(support_log_probs=sharding.gather_over_tensor(shifted - log_total[:, None]))
+    indices = None
+    if isinstance(support, int):
+        support = indices = most_likely(shifted, support)
+    return found._replace(support_log_probs=_at(shifted, support) - log_total[:, None], indices=indices)
+
+
+def _at(values: Float[Array, "N V"], indices: Int[Array, "N K"]) -> Float[Array, "N K"]:
+    """Values at indices into the whole vocabulary, of which this device holds V entries."""
+    local = indices - sharding.tensor_index() * values.shape[-1]
+    here = (local >= 0) & (local < values.shape[-1])
+    found = jnp.take_along_axis(values, jnp.where(here, local, 0), axis=-1)
+    return sharding.sum_over_tensor(jnp.where(here, found, 0.0))
+
+
+def most_likely(logits: Float[Array, "N V"], count: int) -> Int[Array, "N K"]:
+    """Indices into the whole vocabulary of the `count` largest logits (or all), largest first."""
+    largest, indices = jax.lax.top_k(jax.lax.stop_gradient(logits), min(count, logits.shape[-1]))
+    indices = indices + sharding.tensor_index() * logits.shape[-1]
+    largest, indices = (sharding.gather_over_tensor(part) for part in (largest, indices))
+    _, best = jax.lax.top_k(largest, min(count, largest.shape[-1]))
+    return jnp.take_along_axis(indices, best, axis=-1)

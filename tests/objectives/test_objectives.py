@@ -33,11 +33,21 @@ from p3o_jax.types import Batch, Policy, Support
 from tests.objectives.objective_cases import OBJECTIVES, random_batch
 
 
-def loss_and_gradient(objective, log_probs, **rest):
-    (loss, logged), gradient = jax.value_and_grad(lambda x: objective_loss(objective, x, **rest), has_aux=True)(
+def loss_and_gradient(objective, **arguments):
+    """Op by op, in one shape for all (few programs): what is added is masked, and NaN."""
+    rows, tokens = arguments["log_probs"].shape
+
+    def pad(x):
+        fill = jnp.zeros((), x.dtype) if x.dtype == jnp.bool_ else jnp.nan
+        widths = ((0, 8 - rows), (0, 6 - tokens), *((0, 0),) * (x.ndim - 2))
+        return jnp.pad(x, widths, constant_values=fill) if (rows, tokens) != (8, 6) else x
+
+    arguments = jax.tree.map(pad, arguments)
+    log_probs = arguments.pop("log_probs")
+    (loss, logged), gradient = jax.value_and_grad(lambda x: objective_loss(objective, x, **arguments), has_aux=True)(
         log_probs
     )
-    return float(loss), logged, np.asarray(gradient)
+    return float(loss), logged, np.asarray(gradient)[:rows, :tokens]
 
 
 def two_tokens(ratios, advantages, **rest):
@@ -314,7 +324,7 @@ def test_every_objective_reports_the_same_metrics():
 
 
 def test_cap_fraction_by_hand():
-    _, logged = objective_loss(P3O(), **two_tokens([1, 3, 0.1], [1, 1, 1]))
+    _, logged, _ = loss_and_gradient(P3O(), **two_tokens([1, 3, 0.1], [1, 1, 1]))
     # ESS = 4.1^2 / 10.01 / 3 = 0.56: two of three ratios are above it.
     assert logged["policy/cap_fraction"] == pytest.approx(2 / 3)
 

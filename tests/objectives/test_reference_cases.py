@@ -5,6 +5,7 @@ purpose where the recorded code is not finite, or trusts a batch that overflowed
 tested at the end.
 """
 
+import functools
 import json
 import math
 from pathlib import Path
@@ -61,11 +62,8 @@ def clip_fraction(log_probs, behaviour_log_probs, mask, low, high):
     return stats.outside_fraction(log_ratio, mask, low, high).value()
 
 
-def evaluate(run, inputs, objective=None):
-    """Loss, metrics, and the gradient of the sum over tokens, op by op: nothing is compiled for one run only."""
-    objective = objective or objective_of(run)
-    shape = inputs["mask"].shape
-    arrays = {key: jnp.asarray(value) for key, value in padded(inputs).items()}
+def loss_and_gradient(objective, arrays):
+    """Loss, metrics and gradient of one padded case."""
 
     def loss_of(log_probs):
         return objective_loss(
@@ -80,10 +78,29 @@ def evaluate(run, inputs, objective=None):
         )
 
     (loss, metrics), gradient = jax.value_and_grad(loss_of, has_aux=True)(arrays["logprobs"])
+    return loss, metrics, gradient
+
+
+@functools.cache
+def of_all_cases(objective):
+    """The same, of all cases at once, op by op: one evaluation for the runs that share coefficients."""
+    stacked = jax.tree.map(lambda *x: jnp.stack(x), *(padded(load(name)["inputs"]) for name in CASES))
+    return jax.tree.map(np.asarray, jax.vmap(functools.partial(loss_and_gradient, objective))(stacked))
+
+
+def of_sum(result, inputs):
+    """Loss, metrics, and the gradient of the sum over tokens, without the padding."""
+    loss, metrics, gradient = jax.tree.map(np.asarray, result)
+    rows, tokens = inputs["mask"].shape
+    assert (gradient[~(padded(inputs)["mask"] > 0.5)] == 0).all()
     num_tokens = max((inputs["mask"] > 0.5).sum(), 1)
-    gradient = np.asarray(gradient)
-    assert np.isfinite(gradient[~(padded(inputs)["mask"] > 0.5)]).all()
-    return float(loss), {k: np.asarray(v) for k, v in metrics.items()}, gradient[: shape[0], : shape[1]] * num_tokens
+    return float(loss), metrics, gradient[:rows, :tokens] * num_tokens
+
+
+def evaluate(run, inputs, objective=None):
+    """One run of inputs that are not recorded, or of another objective than the recorded one."""
+    arrays = {key: jnp.asarray(value) for key, value in padded(inputs).items()}
+    return of_sum(loss_and_gradient(objective or objective_of(run), arrays), inputs)
 
 
 NAMES = {
@@ -149,7 +166,9 @@ def test_loss_gradient_and_metrics_of_every_run(name):
             continue
         label = f"{name} {run['id']}"
         outputs = run["outputs"]
-        loss, metrics, gradient = evaluate(run, inputs)
+        case_of = list(CASES).index(name)
+        of_case = jax.tree.map(lambda x, i=case_of: x[i], of_all_cases(objective_of(run)))
+        loss, metrics, gradient = of_sum(of_case, inputs)
 
         scale = 1 + outputs["abs_term_sum"]
         limit = FLOAT32_SLACK * 2e-6 * scale / outputs["denom"]

@@ -17,18 +17,10 @@ from p3o_jax.tasks.base import Prompt, Task
 from p3o_jax.types import Batch, FinishReason, Inputs, Rollout
 
 
-def local_prompts(
-    prompts: Sequence[Prompt], minibatches: int, num_processes: int = 1, process: int = 0
-) -> list[Prompt]:
-    """The prompts this process samples for: an equal part of every minibatch.
-
-    Minibatch m is the m-th part of the step's prompts, whatever the number of processes,
-    so an update sees the same rows on one host as on many.
-    """
-    part = len(prompts) // minibatches
-    share = part // num_processes
-    starts = (m * part + process * share for m in range(minibatches))
-    return [prompt for start in starts for prompt in prompts[start : start + share]]
+def local_prompts(prompts: Sequence[Prompt], num_processes: int = 1, process: int = 0) -> Sequence[Prompt]:
+    """The prompts this process samples for: its block of the step's prompts."""
+    share = len(prompts) // num_processes
+    return prompts[process * share : (process + 1) * share]
 
 
 def responses(rollout: Rollout) -> list[list[int]]:
@@ -104,12 +96,18 @@ def make_batch(rollout: Rollout, advantages: np.ndarray, *, learner_temperature:
     )
 
 
-def minibatches(batch: Batch, count: int, epochs: int) -> Iterator[Batch]:
-    """`count` equal parts of the rows, in order, `epochs` times over."""
-    rows = batch.mask.shape[0] // count
+def minibatches(batch: Batch, count: int, epochs: int, group_size: int) -> Iterator[Batch]:
+    """`count` equal parts of the rows, `epochs` times over.
+
+    Sample s of prompt p goes to part (p + s) mod `count`, so that an update sees as many prompts as it can rather than
+    whole groups of a few, and the same rows on any number of processes.
+    """
+    row = np.arange(batch.mask.shape[0])
+    part = (row // group_size + row % group_size) % count
     for _ in range(epochs):
         for i in range(count):
-            yield jax.tree.map(lambda leaf, start=i * rows: leaf[start : start + rows], batch)
+            rows = np.flatnonzero(part == i)
+            yield jax.tree.map(lambda leaf, rows=rows: leaf[rows], batch)
 
 
 def rollout_metrics(rollout: Rollout, rewards: np.ndarray, step: int) -> dict[str, float]:

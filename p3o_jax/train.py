@@ -148,9 +148,9 @@ class Trainer:
         state, past = checkpoints.restore(step, self.learner.abstract_state(), self.sampler.abstract_weights())
         return step, state, PolicyRing(self.config.staleness, past)
 
-    def local(self, prompts: Sequence[Prompt]) -> list[Prompt]:
+    def local(self, prompts: Sequence[Prompt]) -> Sequence[Prompt]:
         """This process's part of a step's prompts."""
-        return local_prompts(prompts, self.config.minibatches, jax.process_count(), jax.process_index())
+        return local_prompts(prompts, jax.process_count(), jax.process_index())
 
     def sample(self, ring: PolicyRing, prompts: Sequence[Prompt], step: int) -> Rollout:
         """A group of responses to each prompt, by the policy of `staleness` steps ago; on the host."""
@@ -177,7 +177,7 @@ class Trainer:
             FloatingPointError: too many updates in a row were not finite.
         """
         of_updates = []
-        for minibatch in minibatches(batch, self.config.minibatches, self.config.epochs):
+        for minibatch in minibatches(batch, self.config.minibatches, self.config.epochs, self.config.samples_per_prompt):
             state, metrics = self.learner.update(state, sharding.to_global(minibatch, self.mesh))
             of_updates.append(metrics)
         metrics, skipped = jax.device_get((_merge(of_updates), state.num_skipped_in_a_row))

@@ -16,7 +16,7 @@ from p3o_jax.rollouts import (
     score,
 )
 from p3o_jax.tasks import SortDigits
-from p3o_jax.types import FinishReason, Rollout
+from p3o_jax.types import Batch, FinishReason, Rollout
 
 TASK = SortDigits(length=2)
 
@@ -122,21 +122,32 @@ def test_readable_rollouts_align_tokens_and_log_probs():
     assert row["finish_reason"] == FinishReason.EOS.name.lower()
 
 
-def test_minibatches_are_parts_in_order_again_in_every_epoch():
+def test_minibatches_are_the_same_parts_in_every_epoch():
     batch = make_batch(make_rollout(), np.asarray([1, 2, 3, 4], np.float32), learner_temperature=None, step=5)
-    seen = [part.advantages[:, 0].tolist() for part in minibatches(batch, 2, epochs=2)]
-    assert seen == [[1, 2], [3, 4], [1, 2], [3, 4]]
+    seen = [part.advantages[:, 0].tolist() for part in minibatches(batch, 2, epochs=2, group_size=2)]
+    assert seen == [[1, 4], [2, 3], [1, 4], [2, 3]]  # one row of each group, twice over
+    (whole,) = minibatches(batch, 1, epochs=1, group_size=2)
+    assert whole.advantages[:, 0].tolist() == [1, 2, 3, 4]
 
 
+@pytest.mark.parametrize("group_size", [1, 3, 4])
 @pytest.mark.parametrize("processes", [1, 2, 4])
-def test_an_update_sees_the_same_prompts_on_any_number_of_hosts(processes):
-    step = list(range(24))
-    minibatch_size = 24 // 3
-    shares = [local_prompts(step, 3, processes, process) for process in range(processes)]
-    for m in range(3):
-        part = minibatch_size // processes
-        seen = [prompt for share in shares for prompt in share[m * part : (m + 1) * part]]
-        assert seen == step[m * minibatch_size : (m + 1) * minibatch_size]
+def test_an_update_sees_the_same_rows_on_any_number_of_hosts(processes, group_size):
+    prompts, count = np.arange(24), 3
+    whole = rows_of(prompts, group_size)
+    parts = [rows_of(np.asarray(local_prompts(prompts, processes, i)), group_size) for i in range(processes)]
+    updates = [list(minibatches(batch, count, 1, group_size)) for batch in parts]
+    for m, expected in enumerate(minibatches(whole, count, 1, group_size)):
+        assert len(expected.advantages) == 24 * group_size // count
+        assert {len(of_process[m].advantages) for of_process in updates} == {len(expected.advantages) // processes}
+        got = np.concatenate([of_process[m].advantages for of_process in updates])
+        np.testing.assert_array_equal(got, expected.advantages)
+
+
+def rows_of(prompts, group_size):
+    """A batch whose advantages say which prompt and sample a row is."""
+    rows = (prompts[:, None] + np.arange(group_size) / 100).reshape(-1, 1)
+    return Batch(mask=rows > -1, behaviour_log_probs=rows, advantages=rows)
 
 
 def test_the_ring_samples_with_the_policy_of_k_steps_ago():

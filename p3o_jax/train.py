@@ -176,12 +176,12 @@ class Trainer:
         Raises:
             FloatingPointError: too many updates in a row were not finite.
         """
-        of_updates = []
-        for minibatch in minibatches(batch, self.config.minibatches, self.config.epochs, self.config.samples_per_prompt):
+        config, of_updates = self.config, []
+        for minibatch in minibatches(batch, config.minibatches, config.epochs, config.samples_per_prompt):
             state, metrics = self.learner.update(state, sharding.to_global(minibatch, self.mesh))
             of_updates.append(metrics)
         metrics, skipped = jax.device_get((_merge(of_updates), state.num_skipped_in_a_row))
-        if skipped >= self.config.max_skipped_updates:
+        if skipped >= config.max_skipped_updates:
             raise FloatingPointError(
                 f"{skipped} updates in a row had a loss, gradient or log-ratio that is not finite "
                 f"({metrics['policy/nonfinite_log_ratio']:.0f} log-ratios in the last step); "

@@ -1,7 +1,8 @@
 """The learner: one jitted update, the same however the batch is cut.
 
 1. statistics of the whole optimizer batch (a gradient-free pass, only if the objective has any
-   and there is more than one micro-batch), reduced over devices once
+   and there is more than one micro-batch), reduced over devices once; the same pass is the
+   snapshot, for an objective that wants one of the epoch's start and gets a batch without
 2. gradients of local sums over one global denominator, accumulated over micro-batches in
    float32, reduced over `data` once
 3. clip, AdamW, and a guard: nothing changes, anywhere, if loss or gradient is not finite
@@ -9,6 +10,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -21,11 +23,11 @@ from jaxtyping import Array, Float, Int
 
 from p3o_jax import metrics as metrics_lib
 from p3o_jax import sharding
-from p3o_jax.models.log_probs import token_log_probs
+from p3o_jax.models.log_probs import TokenDistributions, token_distributions
 from p3o_jax.models.transformer import Transformer, TransformerConfig, abstract_model, weight_specs
 from p3o_jax.objectives.base import Objective
 from p3o_jax.optimizer import OptimizerConfig, learning_rate_schedule, make_optimizer, select
-from p3o_jax.types import Batch, Policy
+from p3o_jax.types import Batch, Policy, Support
 
 Metrics = dict[str, Any]
 
@@ -53,14 +55,16 @@ class Learner:
         *,
         num_updates: int,
         micro_batches: int = 1,
+        support_tokens: int = 64,
     ):
         """
         Args:
             num_updates: optimizer updates in the whole run, for the learning-rate schedule.
             micro_batches: in how many parts each device's rows go through the model.
+            support_tokens: k of a snapshot's distributions, for an objective that asks for their top k.
         """
         self.mesh, self.objective, self.micro_batches = mesh, objective, micro_batches
-        self._config, self._vocab_size = config, vocab_size
+        self._config, self._vocab_size, self._support_tokens = config, vocab_size, support_tokens
         self._graphdef, self._abstract = abstract_model(config, vocab_size)
         self._specs = weight_specs(self._abstract, mesh, sharding.LEARNER_RULES)
         self._optimizer = make_optimizer(optimizer, num_updates)
@@ -71,6 +75,9 @@ class Learner:
         """(params, batch) -> (gradients, loss, statistics, metrics) of one optimizer batch, without updating."""
         self.log_probs = jax.jit(self._sharded_log_probs)
         """(params, batch) -> log-probs and entropy [B, T] of the batch's targets, no gradient."""
+        self.snapshot = jax.jit(self._with_snapshot)
+        """(params, batch) -> the batch with `proximal_log_probs` of these parameters, and what else of their
+        distributions the objective asks for."""
 
     def init(self, key: Array) -> TrainState:
         """Random parameters, created where they belong on the mesh."""
@@ -153,27 +160,65 @@ class Learner:
         return gradients(params, batch)
 
     def _sharded_log_probs(self, params: nnx.State, batch: Batch) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
+        found = self._over_micro_batches(
+            lambda params, rows: self._distributions(params, rows, None)[:2], params, batch
+        )
+        return found[0], found[1]
+
+    def _with_snapshot(self, params: nnx.State, batch: Batch) -> Batch:
+        def snapshot(params: nnx.State, rows: Batch):
+            seen = self._as_snapshot(self._distributions(params, rows, self._support_of(rows)), rows)
+            return seen.proximal_log_probs, seen.support
+
+        proximal, support = self._over_micro_batches(snapshot, params, batch)
+        return batch._replace(proximal_log_probs=proximal, support=support)
+
+    def _over_micro_batches(self, function: Callable[[nnx.State, Batch], Any], params: nnx.State, batch: Batch) -> Any:
+        """A tree of [B, ...] from a function of each device's micro-batches, without gradient."""
         rows = sharding.batch_spec(self.mesh)
 
         def local(params: nnx.State, batch: Batch):
-            policies = jax.lax.map(partial(self._policy, params), self._split(batch))
-            return tuple(leaf.reshape(batch.mask.shape) for leaf in (policies.log_probs, policies.entropy))
+            found = jax.lax.map(partial(function, params), self._split(batch))
+            return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), found)
 
-        run = jax.shard_map(local, mesh=self.mesh, in_specs=(self._specs, rows), out_specs=(rows, rows))
-        return run(params, batch)
+        return jax.shard_map(local, mesh=self.mesh, in_specs=(self._specs, rows), out_specs=rows)(params, batch)
 
     def _split(self, batch: Batch) -> Batch:
-        """Rows [B, ...] -> micro-batches [M, B / M, ...]."""
-        count = self.micro_batches
-        return jax.tree.map(lambda leaf: leaf.reshape(count, leaf.shape[0] // count, *leaf.shape[1:]), batch)
+        """Rows [B, ...] of a device -> micro-batches [M, B / M, ...]."""
+        count, rows = self.micro_batches, batch.mask.shape[0]
+        if rows % count:
+            raise ValueError(f"learner: {rows} rows on a device do not divide into micro_batches={count}")
+        return jax.tree.map(lambda leaf: leaf.reshape(count, rows // count, *leaf.shape[1:]), batch)
 
-    def _policy(self, params: nnx.State, batch: Batch) -> Policy:
-        """What the objective sees of the model on these rows."""
+    def _distributions(self, params: nnx.State, batch: Batch, support: Any) -> TokenDistributions:
+        """The model on these rows; `support` as in `token_distributions`."""
         model: Transformer = nnx.merge(self._graphdef, params)
         inputs = batch.inputs
         hidden, _ = model.hidden(inputs.tokens, inputs.positions, batch.segment_ids)
-        log_probs, entropy = token_log_probs(hidden, model.output_weights(), inputs.targets, inputs.temperature)
-        return Policy(log_probs, entropy)
+        return token_distributions(hidden, model.output_weights(), inputs.targets, inputs.temperature, support)
+
+    def _support_of(self, batch: Batch) -> Any:
+        """At which tokens the objective must see the policy: those of the batch, or as a snapshot chooses them."""
+        if self.objective.support is None:
+            return None
+        if batch.support is not None and batch.support.indices is not None:
+            return batch.support.indices
+        return "exact" if self.objective.support_form == "exact" else self._support_tokens
+
+    def _policy(self, params: nnx.State, batch: Batch) -> Policy:
+        """What the objective sees of the model on these rows."""
+        return Policy(*self._distributions(params, batch, self._support_of(batch))[:3])
+
+    def _as_snapshot(self, seen: Policy | TokenDistributions, batch: Batch) -> Batch:
+        """The batch with what was seen of a policy as its snapshot, a constant."""
+        seen = jax.lax.stop_gradient(seen)
+        batch = batch._replace(proximal_log_probs=seen.log_probs)
+        if self.objective.support not in ("proximal", "both"):
+            return batch
+        support = (batch.support or Support())._replace(proximal_log_probs=seen.support_log_probs)
+        if isinstance(seen, TokenDistributions) and seen.indices is not None:
+            support = support._replace(indices=seen.indices)
+        return batch._replace(support=support)
 
     def _local_gradients(self, params: nnx.State, batch: Batch):
         objective, axes = self.objective, sharding.batch_axes()
@@ -181,20 +226,33 @@ class Learner:
         micro_batches = self._split(batch)
         local_params = sharding.vary_over_batch(params)
 
+        takes_snapshot = objective.snapshot == "epoch" and batch.proximal_log_probs is None
+        chooses_support = takes_snapshot and objective.support == "proximal" and objective.support_form == "top_k"
+        wanted = takes_snapshot or objective.statistics_scope == "batch"
+        looks_first = chooses_support or (wanted and self.micro_batches > 1)
+        whole_batch = looks_first and objective.statistics_scope == "batch"
+
+        def look(rows: Batch):
+            """The gradient-free pass: a snapshot if one is to be taken, and statistics if they are the batch's."""
+            seen = self._distributions(local_params, rows, self._support_of(rows))
+            rows = self._as_snapshot(seen, rows) if takes_snapshot else rows
+            statistics = objective.statistics(Policy(*seen[:3]), rows) if whole_batch else None
+            return statistics, (rows.proximal_log_probs, rows.support)
+
+        if looks_first:
+            parts, (proximal, support) = jax.lax.map(look, micro_batches)
+            micro_batches = micro_batches._replace(proximal_log_probs=proximal, support=support)
+            statistics = metrics_lib.all_reduce(metrics_lib.fold(parts), axes)
+
         def reduced_statistics(policy: Policy, rows: Batch):
             statistics = objective.statistics(jax.lax.stop_gradient(policy), rows)
             return metrics_lib.all_reduce(statistics, axes)
 
-        whole_batch = objective.statistics_scope == "batch" and self.micro_batches > 1
-        if whole_batch:
-            parts = jax.lax.map(
-                lambda rows: objective.statistics(self._policy(local_params, rows), rows), micro_batches
-            )
-            statistics = metrics_lib.all_reduce(metrics_lib.fold(parts), axes)
-
         def local_loss(params: nnx.State, rows: Batch):
             """This device's share of the loss, so that its gradient is a share of the gradient."""
             policy = self._policy(params, rows)
+            if takes_snapshot and not looks_first:
+                rows = self._as_snapshot(policy, rows)
             of_batch = statistics if whole_batch else reduced_statistics(policy, rows)
             per_token, metrics = objective.loss(policy, rows, of_batch)
             share = jnp.sum(objective.aggregation.weights(rows) * per_token) / denominator

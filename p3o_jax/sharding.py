@@ -12,6 +12,7 @@ so the model also runs as a plain function on one device.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
 from jaxtyping import Array
 
 BATCH_AXES = ("data", "fsdp")
@@ -144,14 +146,33 @@ def batch_axes() -> tuple[str, ...]:
     return _active(*BATCH_AXES)
 
 
-def gather_weight(weight: Array, logical_axes: Sequence[str]) -> Array:
-    """A weight whole along `fsdp`; the gradient is reduce-scattered. Still sharded over `tensor`."""
-    if not _active("fsdp"):
-        return weight
+def gather_weight(weight: Array, logical_axes: Sequence[str], dtype: DTypeLike) -> Array:
+    """A weight as it is multiplied: in the compute dtype, whole along `fsdp`, still sharded over `tensor`.
+
+    It travels in the compute dtype; its gradient is reduce-scattered in the weight's own, float32.
+    """
     mesh_axes = [LEARNER_RULES[name] for name in logical_axes]
-    if "fsdp" not in mesh_axes or "fsdp" not in _varying(weight):  # the sampler's weights are whole
-        return weight
-    return jax.lax.all_gather(weight, "fsdp", axis=mesh_axes.index("fsdp"), tiled=True)
+    # The sampler's weights are whole.
+    if not _active("fsdp") or "fsdp" not in mesh_axes or "fsdp" not in _varying(weight):
+        return weight.astype(dtype)
+    return _gather(mesh_axes.index("fsdp"), jnp.dtype(dtype), weight)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _gather(axis: int, dtype: jnp.dtype, weight: Array) -> Array:
+    return jax.lax.all_gather(weight.astype(dtype), "fsdp", axis=axis, tiled=True)
+
+
+def _gather_forward(axis: int, dtype: jnp.dtype, weight: Array):
+    return _gather(axis, dtype, weight), jnp.zeros((), weight.dtype)
+
+
+def _gather_backward(axis: int, dtype: jnp.dtype, like: Array, gradient: Array):
+    gradient = gradient.astype(like.dtype)
+    return (jax.lax.psum_scatter(gradient, "fsdp", scatter_dimension=axis, tiled=True),)
+
+
+_gather.defvjp(_gather_forward, _gather_backward)
 
 
 def sum_over_tensor(partial: Array) -> Array:
@@ -199,13 +220,14 @@ def vary_over_batch(tree: Any) -> Any:
 
 
 def reduce_gradients(gradients: Any, params: Any) -> Any:
-    """Sums gradients over the axes that `vary_over_batch` added to `params`: once an update."""
-
-    def reduce(gradient: Array, param: Array) -> Array:
-        added = tuple(axis for axis in batch_axes() if axis not in _varying(param))
-        return jax.lax.psum(gradient, added) if added else gradient
-
-    return jax.tree.map(reduce, gradients, params)
+    """Sums gradients over the axes that `vary_over_batch` added to `params`: once an update, all weights at once."""
+    leaves, treedef = jax.tree.flatten(gradients)
+    added = [tuple(axis for axis in batch_axes() if axis not in _varying(p)) for p in jax.tree.leaves(params)]
+    for axes in set(added) - {()}:
+        mine = [i for i, of_leaf in enumerate(added) if of_leaf == axes]
+        for i, reduced in zip(mine, jax.lax.psum([leaves[i] for i in mine], axes), strict=True):
+            leaves[i] = reduced
+    return jax.tree.unflatten(treedef, leaves)
 
 
 def match_variance(value: Array, like: Any) -> Array:

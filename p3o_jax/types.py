@@ -40,6 +40,7 @@ class Rollout(NamedTuple):
     source: Int[Array, " B"]  # where the row came from; 0 is this run's own sampler
     finish_reason: Int[Array, " B"]  # FinishReason
     group: Int[Array, " B"]  # rows with the same value answer the same prompt
+    support: Support | None = None  # [B, S, K]: mu's distribution at each token, where an objective asks for it
 
 
 class Inputs(NamedTuple):

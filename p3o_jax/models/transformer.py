@@ -92,7 +92,7 @@ def _weight(
 def _use(param: nnx.Param, dtype: jnp.dtype, *, stacked: bool = True) -> Array:
     """A weight as it is multiplied: in the compute dtype, gathered over `fsdp`."""
     axes = param.get_metadata()["logical_axes"]
-    return sharding.gather_weight(param[...].astype(dtype), axes[1:] if stacked else axes)
+    return sharding.gather_weight(param[...], axes[1:] if stacked else axes, dtype)
 
 
 def _rms_norm(x: Float[Array, "... D"], scale: Float[Array, " D"], epsilon: float) -> Float[Array, "... D"]:

@@ -72,6 +72,11 @@ class Objective(ABC):
         """Whose distribution over next tokens (not only the sampled one) the loss needs."""
         return None
 
+    @property
+    def support_form(self) -> Literal["exact", "top_k"] | None:
+        """How much of a distribution `support` must hold: the whole vocabulary, or the k most likely tokens."""
+        return None
+
     def statistics(self, policy: Policy, batch: Batch) -> Any:
         """The batch statistics of these tokens: a tree of metrics to be merged, gradients stopped."""
         return None
@@ -129,6 +134,10 @@ class Objective(ABC):
             metrics["policy/entropy"] = stats.token_mean(policy.entropy, mask)
         if batch.proximal_log_probs is not None:
             metrics |= _proximal_metrics(policy, batch)
+        if self.snapshot == "rollout":
+            # Same parameters, so what is left is precision (and temperature); unbiased for KL(mu, snapshot).
+            gap = batch.behaviour_log_probs - batch.proximal_log_probs
+            metrics["policy/precision_gap_kl"] = stats.token_mean(stats.k3_value(gap), mask)
         metrics["loss/total"] = self.term(per_token, batch)
         return per_token, jax.lax.stop_gradient(metrics)
 

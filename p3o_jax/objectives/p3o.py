@@ -49,6 +49,10 @@ class P3O(Objective):
     def support(self) -> Literal["behaviour", "proximal", "both"] | None:
         return "behaviour" if self.kl in kl.DISTRIBUTION_FORMS else None
 
+    @property
+    def support_form(self) -> Literal["exact", "top_k"] | None:
+        return self.kl if self.kl in kl.DISTRIBUTION_FORMS else None
+
     def statistics(self, policy: Policy, batch: Batch) -> Any:
         log_ratio = stats.log_ratio(policy.log_probs, batch.behaviour_log_probs, batch.mask)
         return stats.RatioMoments.of(log_ratio, batch.mask)

@@ -1,7 +1,7 @@
 """Statistics of importance ratios, and the masked arithmetic they are made of.
 
     log_ratio_t = log pi(y_t) - log mu(y_t)        rho_t = exp(log_ratio_t)
-    ess         = (mean rho)^2 / mean rho^2        in [1/n, 1], a fraction     (arXiv:2605.12380, Eq. 7)
+    ess         = (mean rho)^2 / mean rho^2        in [1/n, 1], a fraction     (arXiv:2605.12380)
 
 Everything is in log space, shifted by the largest log-ratio, so that no magnitude
 overflows, and in float32 (float64 if the log-probs are), whatever the precision of

@@ -62,7 +62,7 @@ class _Decoupled(Objective):
 
 @dataclass(frozen=True, kw_only=True)
 class DecoupledPpo(_Decoupled):
-    """L = E[ -w min(q A, clip(q, 1 - clip_low, 1 + clip_high) A) ]     (Hilton et al., arXiv:2110.00641, Eq. 3)
+    """L = E[ -w min(q A, clip(q, 1 - clip_low, 1 + clip_high) A) ]     (Hilton et al., arXiv:2110.00641)
 
     With group-relative advantages it is decoupled GRPO, as asynchronous systems use it
     (AReaL, arXiv:2505.24298), there with a cap on w.

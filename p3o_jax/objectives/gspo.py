@@ -52,7 +52,7 @@ class Gspo(RatioObjective):
 
 @dataclass(frozen=True, kw_only=True)
 class GspoToken(Gspo):
-    """GSPO with s_it = sg(s_i) pi_it / sg(pi_it), for advantages that differ by token     (Eq. 15)
+    """GSPO with s_it = sg(s_i) pi_it / sg(pi_it), for advantages that differ by token     (arXiv:2507.18071)
 
     Same value as GSPO; token t's gradient is weighed by its own A_t. With one advantage a
     sequence it is GSPO.

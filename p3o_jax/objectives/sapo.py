@@ -17,7 +17,7 @@ from p3o_jax.types import Batch, Policy
 
 @dataclass(frozen=True, kw_only=True)
 class Sapo(RatioObjective):
-    """L = E[ -f(r) A ],  f(r) = 4 / tau sigmoid(tau (r - 1))     (arXiv:2511.20347, Eq. 5 and 6)
+    """L = E[ -f(r) A ],  f(r) = 4 / tau sigmoid(tau (r - 1))     (arXiv:2511.20347)
 
     f'(1) = 1: on-policy its gradient is REINFORCE's, and it fades as r leaves 1 on either side.
     """

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -252,9 +252,21 @@ def abstract_model(config: TransformerConfig, vocab_size: int) -> tuple[nnx.Grap
 
 
 def weight_specs(abstract: nnx.State, mesh: Mesh, rules: Mapping[str, str | None]) -> nnx.State:
-    """The partition of every weight: a tree like `abstract`."""
-    return jax.tree.map(
-        lambda param: param.replace(sharding.weight_spec(param.get_metadata()["logical_axes"], mesh, rules)),
-        abstract,
-        is_leaf=lambda node: isinstance(node, nnx.Variable),
-    )
+    """The partition of every weight: a tree like `abstract`.
+
+    Raises:
+        ValueError: an axis of a weight does not divide over the devices that are to share it.
+    """
+
+    def spec_of(path: Any, param: nnx.Variable) -> nnx.Variable:
+        axes = param.get_metadata()["logical_axes"]
+        spec = sharding.weight_spec(axes, mesh, rules)
+        for logical, size, axis in zip(axes, param.get_value().shape, spec, strict=True):
+            if axis is not None and size % mesh.shape[axis]:
+                raise ValueError(
+                    f"mesh: {axis}={mesh.shape[axis]} does not divide the {size} {logical} of weight "
+                    f"{jax.tree_util.keystr(path)}; choose a divisor of {size}"
+                )
+        return param.replace(spec)
+
+    return jax.tree_util.tree_map_with_path(spec_of, abstract, is_leaf=lambda node: isinstance(node, nnx.Variable))

@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,8 @@ from jaxtyping import Array, Bool, Float, Int
 from p3o_jax import sharding
 from p3o_jax.models.transformer import KVCache, Transformer, TransformerConfig, abstract_model, weight_specs
 from p3o_jax.precision import Precision
-from p3o_jax.types import FinishReason, Rollout
+from p3o_jax.sampler.distributions import distribution, empty_support
+from p3o_jax.types import FinishReason, Rollout, Support
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,7 @@ class _Loop(NamedTuple):
     done: Bool[Array, " B"]
     logits: Float[Array, "B V"]
     cache: KVCache
+    support: Support | None  # as in the rollout
 
 
 class Sampler:
@@ -83,7 +85,7 @@ class Sampler:
         )
         """Learner parameters -> the sampler's own copy: cast, then moved to the sampler's sharding."""
         self._abstract = abstract
-        self._sample = jax.jit(self._sharded_sample, static_argnames=("num_samples", "greedy"))
+        self._sample = jax.jit(self._sharded_sample, static_argnames=("num_samples", "greedy", "support"))
 
     def abstract_weights(self) -> nnx.State:
         """Shapes, dtypes and shardings of what `synchronise` returns, for restoring a checkpoint."""
@@ -105,6 +107,7 @@ class Sampler:
         temperature: float = 1.0,
         greedy: bool = False,
         policy_version: int = 0,
+        support: int | Literal["exact"] | None = None,
     ) -> Rollout:
         """Responses to this process's prompts, `num_samples` each, on the device.
 
@@ -115,6 +118,8 @@ class Sampler:
             key: of the seed and the purpose (training step, evaluation).
             temperature: logits are divided by it; positive.
             greedy: take the most likely token instead; log-probs are then 0, those of a certain event.
+            support: what to keep of every distribution sampled from besides the token's own log-prob: of the
+                k most likely tokens (a number), or of the whole vocabulary ("exact").
 
         Returns:
             A `Rollout` of global arrays, rows ordered by prompt, then sample.
@@ -122,6 +127,8 @@ class Sampler:
         Raises:
             ValueError: an empty or too long prompt, or a temperature that is not positive.
         """
+        if greedy and support is not None:
+            raise ValueError("sampler: support is of sampled distributions, and greedy=True does not sample")
         if not temperature > 0:
             raise ValueError(f"sampler: temperature must be positive, got {temperature} (for the mode use greedy=True)")
         limit = self.limits.prompt_tokens
@@ -142,12 +149,13 @@ class Sampler:
             jnp.int32(policy_version),
             num_samples=num_samples,
             greedy=greedy,
+            support=support,
         )
 
-    def _sharded_sample(self, weights, *arrays, num_samples: int, greedy: bool) -> Rollout:
+    def _sharded_sample(self, weights, *arrays, **options) -> Rollout:
         rows, whole = sharding.batch_spec(self.mesh), PartitionSpec()
         sample = jax.shard_map(
-            partial(self._local_sample, num_samples=num_samples, greedy=greedy),
+            partial(self._local_sample, **options),
             mesh=self.mesh,
             in_specs=(self._weight_specs, rows, rows, rows, whole, whole, whole),
             out_specs=rows,
@@ -155,7 +163,18 @@ class Sampler:
         return sample(weights, *arrays)
 
     def _local_sample(
-        self, weights, prompts, prompt_length, prompt_index, key, temperature, policy_version, *, num_samples, greedy
+        self,
+        weights,
+        prompts,
+        prompt_length,
+        prompt_index,
+        key,
+        temperature,
+        policy_version,
+        *,
+        num_samples,
+        greedy,
+        support,
     ) -> Rollout:
         """What one device does with its prompts [N, P]; rows B = N x num_samples."""
         model: Transformer = nnx.merge(self._graphdef, weights)
@@ -187,24 +206,28 @@ class Sampler:
             done=jnp.zeros_like(prompt_length, jnp.bool_),
             logits=per_sample(model_logits(model, last)),
             cache=jax.tree.map(cache_slots, cache),
+            support=jax.tree.map(like_rows, empty_support(support, tokens.shape, model.vocab_size)),
         )
 
         def draw(state: _Loop) -> _Loop:
             """Samples one token for every row that has not stopped."""
             at = prompt_length + state.response_length
             token, log_prob = sample_token(state.logits, temperature, row_keys, state.response_length, greedy)
+            kept = distribution(state.logits, temperature, support)
             write = partial(jnp.where, state.done)
             length = write(state.response_length, state.response_length + 1)
             is_eos, is_stop = is_one_of(token, self.limits.eos_ids), is_one_of(token, self.limits.stop_ids)
             reason = jnp.where(is_eos, FinishReason.EOS, jnp.where(is_stop, FinishReason.STOP, FinishReason.LENGTH))
             # A row that has stopped writes out of bounds, which drops the write.
             at = write(tokens.shape[1], at)
+            kept = jax.tree.map(lambda of_all, new: of_all.at[rows, at].set(new, mode="drop"), state.support, kept)
             return state._replace(
                 tokens=state.tokens.at[rows, at].set(token, mode="drop"),
                 log_probs=state.log_probs.at[rows, at].set(log_prob, mode="drop"),
                 response_length=length,
                 finish_reason=write(state.finish_reason, reason.astype(jnp.int32)),
                 done=state.done | is_eos | is_stop | (length == self.limits.response_tokens),
+                support=kept,
             )
 
         def step(state: _Loop) -> _Loop:
@@ -224,6 +247,7 @@ class Sampler:
             source=jnp.zeros_like(prompt_length),
             finish_reason=state.finish_reason,
             group=groups,
+            support=state.support,
         )
 
 

@@ -118,6 +118,27 @@ def test_distribution_equals_enumeration_at_a_temperature():
     assert chi2 < freedom + 5 * np.sqrt(2 * freedom)
 
 
+@pytest.mark.parametrize("shape", [None, MeshShape(data=4, tensor=2)])
+def test_distributions_are_those_sampled_from(shape):
+    """The whole distribution has the sampled token's log-prob at its place; the top k are its largest."""
+    mesh = make_mesh(shape) if shape else None
+    options = {"temperature": 0.7, "num_samples": 2}
+    whole, top = (sample(mesh, support=support, **options) for support in ("exact", 5))
+    np.testing.assert_array_equal(whole.tokens, sample(mesh, **options).tokens)
+    assert whole.support.indices is None
+    assert whole.support.behaviour_log_probs.shape == (*whole.tokens.shape, VOCAB)
+    for row in range(len(whole.tokens)):
+        start = whole.prompt_length[row]
+        at = slice(start, start + whole.response_length[row])
+        log_probs = whole.support.behaviour_log_probs[row, at]
+        np.testing.assert_allclose(np.exp(log_probs).sum(-1), 1, rtol=1e-5)
+        own = np.take_along_axis(log_probs, whole.tokens[row, at, None], -1)[:, 0]
+        np.testing.assert_array_equal(own, whole.behaviour_log_probs[row, at])
+        np.testing.assert_allclose(top.support.behaviour_log_probs[row, at], -np.sort(-log_probs)[:, :5], atol=1e-6)
+        found = np.take_along_axis(log_probs, top.support.indices[row, at], -1)
+        np.testing.assert_allclose(found, top.support.behaviour_log_probs[row, at], atol=1e-6)
+
+
 def test_a_row_does_not_depend_on_its_batch():
     together = sample(num_samples=2)
     alone = sample(prompts=PROMPTS[3:4], indices=[3], num_samples=2)
@@ -218,6 +239,7 @@ def test_synchronise_copies():
         (lambda: sample(prompts=[[1] * 7]), "7 tokens, allowed are 1 to 6"),
         (lambda: sample(prompts=[[]]), "0 tokens"),
         (lambda: sample(temperature=0.0), "temperature must be positive"),
+        (lambda: sample(greedy=True, support="exact"), "greedy=True does not sample"),
         (lambda: sample(limits=SamplingLimits(6, 9, (12,))), r"\[12\] are outside the vocabulary"),
         (lambda: sample(limits=SamplingLimits(30, 9, (0,))), "exceed model.context_tokens=32"),
     ],

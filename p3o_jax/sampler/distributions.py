@@ -1,0 +1,32 @@
+"""What is kept of the distributions that tokens are drawn from, besides the drawn token's own log-prob."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from p3o_jax.types import Support
+
+
+def empty_support(support: int | str | None, shape: tuple[int, int], vocab_size: int) -> Support | None:
+    """Room for what `distribution` gives, at every token of [B, S]."""
+    if support is None:
+        return None
+    if isinstance(support, str):
+        return Support(behaviour_log_probs=jnp.zeros((*shape, vocab_size), jnp.float32))
+    shape = (*shape, min(support, vocab_size))
+    return Support(jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32))
+
+
+def distribution(
+    logits: Float[Array, "B V"], temperature: Float[Array, ""], support: int | str | None
+) -> Support | None:
+    """softmax(logits / temperature) of every row, as much of it as `support` says."""
+    if support is None:
+        return None
+    log_probs = jax.nn.log_softmax(logits / temperature, axis=-1)
+    if isinstance(support, str):
+        return Support(behaviour_log_probs=log_probs)
+    largest, indices = jax.lax.top_k(log_probs, min(support, logits.shape[-1]))
+    return Support(indices, largest)

@@ -16,7 +16,11 @@ def p3o() -> Config:
     """The policy of the learner's temperature 1 learns from a behaviour policy at 1.2."""
     return Config(
         task=SortDigits(),
-        warm_start=WarmStart(),
+        warm_start=WarmStart(
+            num_steps=400,
+            rows_per_step=64,
+            optimizer=OptimizerConfig(learning_rate=3e-3, warmup_updates=20, decay="cosine"),
+        ),
         objective=P3O(),
         optimizer=OptimizerConfig(learning_rate=3e-4, warmup_updates=20),
         prompts_per_step=32,

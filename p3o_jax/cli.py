@@ -15,8 +15,10 @@ import jax
 import numpy as np
 import tyro
 
+from p3o_jax import processes
 from p3o_jax.compilation_cache import enable_compilation_cache
 from p3o_jax.config import Config
+from p3o_jax.processes import ElsewhereError
 from p3o_jax.train import train
 from p3o_jax.writers import read_metrics
 
@@ -31,7 +33,7 @@ class Run:
     resume: bool = False
     """Continue the run in --run-dir from its newest checkpoint."""
     distributed: bool = False
-    """This process is one of several hosts (jax.distributed; needs --run-dir)."""
+    """This process is one of several hosts (`p3o_jax.processes`); needs --run-dir, the same for all."""
 
 
 def run_experiment(name: str, description: str, variants: Mapping[str, Config]) -> None:
@@ -43,7 +45,7 @@ def run_experiment(name: str, description: str, variants: Mapping[str, Config]) 
     try:
         runs = parse(name, description, variants, arguments)
         if any(run.distributed for run in runs.values()):
-            jax.distributed.initialize()
+            processes.initialize()
         enable_compilation_cache()
         run_dirs, seconds = {}, {}
         for variant, run in runs.items():
@@ -53,7 +55,7 @@ def run_experiment(name: str, description: str, variants: Mapping[str, Config]) 
             command = [sys.executable, "-m", f"experiments.{name}", *arguments]
             train(run.config, run_dirs[variant], resume=run.resume, argv=command)
             seconds[variant] = time.perf_counter() - started
-    except (ValueError, FileExistsError, FileNotFoundError, ImportError, FloatingPointError) as error:
+    except (ValueError, FileExistsError, FileNotFoundError, ImportError, FloatingPointError, ElsewhereError) as error:
         sys.exit(f"error: {error}")
     if jax.process_index() == 0:
         logdir = Path(os.path.commonpath([run_dir.absolute() for run_dir in run_dirs.values()]))

@@ -10,6 +10,7 @@ import numpy as np
 from jaxtyping import Array
 
 from p3o_jax import sharding
+from p3o_jax.processes import row_part
 from p3o_jax.rollouts import score
 from p3o_jax.sampler import Sampler
 from p3o_jax.tasks.base import Prompt, Task
@@ -41,13 +42,13 @@ def evaluate(
     Prompts go through the sampler `prompts_per_batch` at a time (over all devices); the last batch is filled up
     with copies, whose rows are not counted.
     """
-    count, process = jax.process_count(), jax.process_index()
-    local_size = prompts_per_batch // count
+    part, num_parts = row_part(sampler.mesh)
+    local_size = prompts_per_batch // num_parts
     totals = np.zeros(6)
     for start in range(0, len(prompts), prompts_per_batch):
         real = prompts[start : start + prompts_per_batch]
         filled = [*real, *[real[-1]] * (prompts_per_batch - len(real))]
-        mine = slice(process * local_size, (process + 1) * local_size)
+        mine = slice(part * local_size, (part + 1) * local_size)
         num_real = len(real[mine])
         for greedy in (False, True):
             samples = 1 if greedy else num_samples
@@ -72,5 +73,5 @@ def evaluate(
         float(greedy_rewards / num_prompts),
         float(tokens / rows),
         float(truncated / rows),
-        int(num_prompts),
+        len(prompts),
     )

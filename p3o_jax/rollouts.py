@@ -143,7 +143,6 @@ def rollout_metrics(rollout: Rollout, rewards: np.ndarray, step: int) -> dict[st
 def readable(
     prompts: Sequence[Prompt],
     rollout: Rollout,
-    completions: Sequence[str],
     rewards: np.ndarray,
     advantages: np.ndarray,
     tokenizer: Tokenizer,
@@ -151,14 +150,14 @@ def readable(
     """Rollouts as a person reads them: text, reward, and each response token with its behaviour log-prob."""
     texts = {prompt.index: prompt.text for prompt in prompts}
     rows = []
-    for i, completion in enumerate(completions):
+    for i, response_ids in enumerate(responses(rollout)):
         start = rollout.prompt_length[i]
         response = slice(start, start + rollout.response_length[i])
         rows.append(
             {
                 "prompt_index": int(rollout.group[i]),
                 "prompt": texts[int(rollout.group[i])],
-                "completion": completion,
+                "completion": tokenizer.decode(response_ids),
                 "reward": float(rewards[i]),
                 "advantage": float(advantages[i]),
                 "finish_reason": FinishReason(int(rollout.finish_reason[i])).name.lower(),

@@ -5,7 +5,8 @@ what is communicated is what is written here. An axis of size 1 never appears in
 partition spec and costs no collective; outside a mesh all functions are identities,
 so the model also runs as a plain function on one device.
 
-    data     rows; weights are replicated, gradients summed once a step
+    slice    rows; weights are replicated between slices of a pod, whose network is slow
+    data     rows; weights are replicated, gradients summed once a step (over `slice` too)
     fsdp     rows; weights are sharded, gathered layer by layer where they are used
     tensor   heads, MLP and vocabulary; rows are replicated
 """
@@ -21,12 +22,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import multihost_utils
+from jax.experimental import mesh_utils, multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
-BATCH_AXES = ("data", "fsdp")
+BATCH_AXES = ("slice", "data", "fsdp")
 MESH_AXES = (*BATCH_AXES, "tensor")
 
 # Logical axis of a weight -> mesh axis it is sharded over in the learner.
@@ -54,6 +55,8 @@ class MeshShape:
     """Devices that share the rows and the weights."""
     tensor: int = 1
     """Devices that share heads, MLP and vocabulary of the same rows."""
+    slice: int = 1
+    """Slices (pods joined by a slower network) that share the rows; the axes above are within one."""
 
 
 def make_mesh(shape: MeshShape = MeshShape(), devices: Sequence[jax.Device] | None = None) -> Mesh:
@@ -63,17 +66,25 @@ def make_mesh(shape: MeshShape = MeshShape(), devices: Sequence[jax.Device] | No
         ValueError: the shape does not use every device exactly once.
     """
     devices = jax.devices() if devices is None else list(devices)
-    inner = shape.fsdp * shape.tensor
-    if shape.fsdp < 1 or shape.tensor < 1 or (shape.data != -1 and shape.data < 1):
+    inner = shape.slice * shape.fsdp * shape.tensor
+    if min(shape.slice, shape.fsdp, shape.tensor) < 1 or (shape.data != -1 and shape.data < 1):
         raise ValueError(f"mesh: sizes must be positive (data may be -1), got {shape}")
     data = len(devices) // inner if shape.data == -1 else shape.data
     if data * inner != len(devices) or data == 0:
+        slices = f"slice x data x fsdp x tensor = {shape.slice} x" if shape.slice > 1 else "data x fsdp x tensor ="
         raise ValueError(
-            f"mesh: data x fsdp x tensor = {shape.data} x {shape.fsdp} x {shape.tensor} does not use each of the "
+            f"mesh: {slices} {shape.data} x {shape.fsdp} x {shape.tensor} does not use each of the "
             f"{len(devices)} devices once; choose sizes whose product is {len(devices)}"
         )
-    sizes = (data, shape.fsdp, shape.tensor)
-    return jax.make_mesh(sizes, MESH_AXES, axis_types=(AxisType.Auto,) * len(sizes), devices=devices)
+    num_slices = len({getattr(device, "slice_index", 0) for device in devices})
+    if num_slices > 1 and shape.slice != num_slices:
+        raise ValueError(f"mesh: the devices are of {num_slices} slices; set mesh.slice={num_slices}, not {shape.slice}")
+    within = (1, data, shape.fsdp, shape.tensor)
+    if num_slices == 1:  # `slice` is then an axis like any other
+        sizes = (shape.slice, *within[1:])
+        return jax.make_mesh(sizes, MESH_AXES, axis_types=(AxisType.Auto,) * len(sizes), devices=devices)
+    grid = mesh_utils.create_hybrid_device_mesh(within, (num_slices, 1, 1, 1), devices)
+    return Mesh(grid, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
 
 
 def platform() -> str:

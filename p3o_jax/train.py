@@ -17,6 +17,7 @@ from p3o_jax.config import Config, to_json, validate
 from p3o_jax.evaluate import evaluate
 from p3o_jax.learner import Learner, TrainState
 from p3o_jax.objectives import Reinforce
+from p3o_jax.processes import all_rows, fail_together, of_first_process, row_part
 from p3o_jax.prompts import evaluation_prompts, prompt_batches
 from p3o_jax.rollouts import PolicyRing, local_prompts, make_batch, minibatches, readable, rollout_metrics, score
 from p3o_jax.run_directory import RunDirectory
@@ -53,7 +54,8 @@ def train(
         FloatingPointError: too many updates in a row were not finite.
     """
     trainer = Trainer(config, devices)
-    directory = RunDirectory.open(run_dir, to_json(config), argv, resume=resume)
+    with fail_together():  # only process 0 looks into the directory
+        directory = RunDirectory.open(run_dir, to_json(config), argv, resume=resume)
     with (
         Checkpoints(directory.checkpoints) as checkpoints,
         Writer(directory.path, enabled=trainer.is_main) as writer,
@@ -66,10 +68,13 @@ def train(
 
         for step in range(done + 1, config.num_steps + 1):
             clock = Stopwatch()
-            asked = trainer.local(next(prompts))
+            of_step = next(prompts)
+            asked = trainer.local(of_step)
             rollout = trainer.sample(ring, asked, step)
             clock.lap("sample")
-            completions, rewards = score(config.task, asked, rollout)
+            with fail_together():
+                _, rewards = score(config.task, asked, rollout)
+            rewards = of_first_process(rewards, trainer.mesh)
             advantages = trainer.advantages(rewards, rollout.group)
             batch = make_batch(rollout, advantages, learner_temperature=config.learner_temperature, step=step - 1)
             clock.lap("score")
@@ -83,7 +88,8 @@ def train(
             last |= writer.write(step, metrics)
             progress.update(step, last)
             if config.is_due(step, config.write_rollouts_every):
-                writer.rollouts(step, readable(asked, rollout, completions, rewards, advantages, config.task.tokenizer))
+                everywhere = all_rows((rollout, rewards, advantages), trainer.mesh)
+                writer.rollouts(step, readable(of_step, *everywhere, config.task.tokenizer))
             if config.is_due(step, config.save_every):
                 writer.flush()
                 checkpoints.save(step, state, ring.past)
@@ -96,7 +102,8 @@ class Trainer:
     def __init__(self, config: Config, devices: Sequence[jax.Device] | None = None):
         self.config, self.task = config, config.task
         self.mesh = sharding.make_mesh(config.mesh, devices)
-        validate(config, batch_shards=sharding.num_batch_shards(self.mesh), num_processes=jax.process_count())
+        self.part, self.num_parts = row_part(self.mesh)
+        validate(config, batch_shards=sharding.num_batch_shards(self.mesh), num_processes=self.num_parts)
         self.is_main = jax.process_index() == 0
         self.evaluation_set = evaluation_prompts(self.task, config.evaluation_prompts)
         tokenizer = self.task.tokenizer
@@ -134,7 +141,7 @@ class Trainer:
             if self.is_main:
                 print(f"warm start: {warm_start.num_steps} supervised updates", flush=True)
             taught = teacher.init_from(state.params)
-            processes = {"num_processes": jax.process_count(), "process": jax.process_index()}
+            processes = {"num_processes": self.num_parts, "process": self.part}
             for batch in demonstrations(self.task, warm_start, self.config.seed, **processes):
                 taught, _ = teacher.update(taught, sharding.to_global(batch, self.mesh))
             state = self.learner.init_from(taught.params)
@@ -150,7 +157,7 @@ class Trainer:
 
     def local(self, prompts: Sequence[Prompt]) -> Sequence[Prompt]:
         """This process's part of a step's prompts."""
-        return local_prompts(prompts, jax.process_count(), jax.process_index())
+        return local_prompts(prompts, self.num_parts, self.part)
 
     def sample(self, ring: PolicyRing, prompts: Sequence[Prompt], step: int) -> Rollout:
         """A group of responses to each prompt, by the policy of `staleness` steps ago; on the host."""

@@ -115,7 +115,7 @@ def test_what_is_logged_of_rollouts():
 
 
 def test_readable_rollouts_align_tokens_and_log_probs():
-    row = readable(prompts(), make_rollout(), ["12", "2", "030", "03"], *np.ones((2, 4), np.float32), TASK.tokenizer)[1]
+    row = readable(prompts(), make_rollout(), *np.ones((2, 4), np.float32), TASK.tokenizer)[1]
     assert row["prompt"] == "21="
     assert row["tokens"] == ["2", ""]
     assert row["behaviour_log_probs"] == pytest.approx([-3.1, -4.1])

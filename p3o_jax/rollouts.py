@@ -14,7 +14,7 @@ import numpy as np
 from p3o_jax import sharding
 from p3o_jax.models.tokenizer import Tokenizer
 from p3o_jax.tasks.base import Prompt, Task
-from p3o_jax.types import Batch, FinishReason, Inputs, Rollout
+from p3o_jax.types import Batch, FinishReason, Inputs, Rollout, Support
 
 
 def local_prompts(prompts: Sequence[Prompt], num_processes: int = 1, process: int = 0) -> Sequence[Prompt]:
@@ -79,6 +79,7 @@ def make_batch(rollout: Rollout, advantages: np.ndarray, *, learner_temperature:
     def per_token(values: Any, dtype: type) -> np.ndarray:
         return np.ascontiguousarray(np.broadcast_to(np.asarray(values, dtype)[:, None], mask.shape))
 
+    support = rollout.support
     temperature = rollout.temperature if learner_temperature is None else np.full(rows, learner_temperature)
     positions = np.broadcast_to(np.arange(slots - 1, dtype=np.int32), mask.shape)
     return Batch(
@@ -87,6 +88,7 @@ def make_batch(rollout: Rollout, advantages: np.ndarray, *, learner_temperature:
         advantages=per_token(advantages, np.float32),
         staleness=per_token(step - rollout.policy_version, np.int32),
         source=per_token(rollout.source, np.int32),
+        support=None if support is None else Support(*(None if x is None else x[:, 1:] for x in support)),
         inputs=Inputs(
             tokens=rollout.tokens[:, :-1],
             targets=rollout.tokens[:, 1:],

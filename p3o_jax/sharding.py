@@ -139,6 +139,13 @@ def sum_over_processes(values: np.ndarray) -> np.ndarray:
     return multihost_utils.process_allgather(values).sum(axis=0)
 
 
+def max_over_processes(values: np.ndarray) -> np.ndarray:
+    """The largest host values of all processes; every process must call it."""
+    if jax.process_count() == 1:
+        return values
+    return multihost_utils.process_allgather(values).max(axis=0)
+
+
 # Collectives, for use inside `shard_map`.
 
 

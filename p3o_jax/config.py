@@ -58,6 +58,11 @@ class Config:
     """Optimizer updates in a pass."""
     micro_batches: int = 1
     """Parts in which an update's rows go through the model; changes memory, not the result."""
+    pack: bool = True
+    """Let short sequences share rows where that saves rows; changes speed and memory, not the result. Never done
+    for an objective whose statistics are those of a micro-batch, since it changes what is in one."""
+    support_tokens: int = 64
+    """Tokens that are kept of a distribution, for an objective with kl="top_k"; the others are one bucket."""
     staleness: int = 0
     """Rollouts are sampled by the policy of this many rollout steps ago."""
 
@@ -84,7 +89,7 @@ class Config:
     def __post_init__(self) -> None:
         positive = (
             "num_steps", "prompts_per_step", "samples_per_prompt", "epochs", "minibatches", "micro_batches",
-            "evaluation_prompts", "evaluation_samples", "save_every", "max_skipped_updates",
+            "evaluation_prompts", "evaluation_samples", "save_every", "max_skipped_updates", "support_tokens",
         )  # fmt: skip
         for name in positive:
             if getattr(self, name) < 1:

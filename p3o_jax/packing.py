@@ -34,8 +34,8 @@ def pack(batches: Sequence[Batch], unit: int) -> list[Batch]:
     """
     rows, width = batches[0].mask.shape
     plans = [first_fit(sequence_lengths(batch.mask), width) for batch in batches]
-    needed = max(len(plan) for plan in plans)
-    count = row_count(int(sharding.max_over_processes(np.asarray(needed))), rows, unit)
+    needed = sharding.gather_over_processes(np.asarray([len(plan) for plan in plans])).max()
+    count = row_count(int(needed), rows, unit)
     if count == rows:
         return list(batches)
     return [_packed(batch, plan, count) for batch, plan in zip(batches, plans, strict=True)]

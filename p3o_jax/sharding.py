@@ -78,7 +78,7 @@ def make_mesh(shape: MeshShape = MeshShape(), devices: Sequence[jax.Device] | No
         )
     num_slices = len({getattr(device, "slice_index", 0) for device in devices})
     if num_slices > 1 and shape.slice != num_slices:
-        raise ValueError(f"mesh: the devices are of {num_slices} slices; set mesh.slice={num_slices}, not {shape.slice}")
+        raise ValueError(f"mesh: these are {num_slices} slices of devices; set mesh.slice={num_slices}, not {shape.slice}")
     within = (1, data, shape.fsdp, shape.tensor)
     if num_slices == 1:  # `slice` is then an axis like any other
         sizes = (shape.slice, *within[1:])
@@ -132,18 +132,15 @@ def to_local(tree: Any) -> Any:
     return jax.tree.map(rows, tree)
 
 
+def gather_over_processes(values: np.ndarray) -> np.ndarray:
+    """[processes, ...] host values; every process must call it."""
+    values = np.asarray(values)
+    return values[None] if jax.process_count() == 1 else multihost_utils.process_allgather(values)
+
+
 def sum_over_processes(values: np.ndarray) -> np.ndarray:
     """Host values summed over all processes; every process must call it."""
-    if jax.process_count() == 1:
-        return values
-    return multihost_utils.process_allgather(values).sum(axis=0)
-
-
-def max_over_processes(values: np.ndarray) -> np.ndarray:
-    """The largest host values of all processes; every process must call it."""
-    if jax.process_count() == 1:
-        return values
-    return multihost_utils.process_allgather(values).max(axis=0)
+    return gather_over_processes(values).sum(axis=0)
 
 
 # Collectives, for use inside `shard_map`.

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from p3o_jax import metrics as metrics_lib
@@ -16,7 +18,9 @@ from p3o_jax.checkpoint import Checkpoints
 from p3o_jax.config import Config, to_json, validate
 from p3o_jax.evaluate import evaluate
 from p3o_jax.learner import Learner, TrainState
+from p3o_jax.nonfinite import nonfinite_rows
 from p3o_jax.objectives import Reinforce
+from p3o_jax.packing import pack
 from p3o_jax.processes import all_rows, fail_together, of_first_process, row_part
 from p3o_jax.prompts import evaluation_prompts, prompt_batches
 from p3o_jax.rollouts import PolicyRing, local_prompts, make_batch, minibatches, readable, rollout_metrics, score
@@ -26,6 +30,8 @@ from p3o_jax.tasks.base import Prompt
 from p3o_jax.types import Batch, Rollout
 from p3o_jax.warm_start import demonstrations
 from p3o_jax.writers import Progress, Writer
+
+_logger = logging.getLogger(__name__)
 
 
 def train(
@@ -64,7 +70,7 @@ def train(
         done, state, ring = trainer.restore(checkpoints) if resume else trainer.start()
         writer.resume_at(done + 1 if done else 0)  # without a checkpoint, the evaluation at 0 is made again too
         prompts = prompt_batches(config.task, config.seed, config.prompts_per_step, start_step=done)
-        last = writer.write(0, trainer.evaluate(ring.newest)) if done == 0 else {}
+        last = writer.write(0, trainer.evaluate(ring.newest["sampler"])) if done == 0 else {}
 
         for step in range(done + 1, config.num_steps + 1):
             clock = Stopwatch()
@@ -76,19 +82,21 @@ def train(
                 _, rewards = score(config.task, asked, rollout)
             rewards = of_first_process(rewards, trainer.mesh)
             advantages = trainer.advantages(rewards, rollout.group)
-            batch = make_batch(rollout, advantages, learner_temperature=config.learner_temperature, step=step - 1)
+            with fail_together():
+                batch = make_batch(rollout, advantages, learner_temperature=config.learner_temperature, step=step - 1)
             clock.lap("score")
-            state, metrics = trainer.learn(state, batch)
-            ring.push(step, trainer.sampler.synchronise(state.params))
+            _, sampled_by = ring.behaviour
+            state, metrics = trainer.learn(state, batch, rollout.group, sampled_by)
+            ring.push(step, trainer.remember(state))
             clock.lap("learn")
 
             metrics |= rollout_metrics(rollout, rewards, step - 1) | clock.metrics(rollout, config.epochs)
             if config.is_due(step, config.evaluate_every):
-                metrics |= trainer.evaluate(ring.newest)
+                metrics |= trainer.evaluate(ring.newest["sampler"])
             last |= writer.write(step, metrics)
             progress.update(step, last)
             if config.is_due(step, config.write_rollouts_every):
-                everywhere = all_rows((rollout, rewards, advantages), trainer.mesh)
+                everywhere = all_rows((rollout._replace(support=None), rewards, advantages), trainer.mesh)
                 writer.rollouts(step, readable(of_step, *everywhere, config.task.tokenizer))
             if config.is_due(step, config.save_every):
                 writer.flush()
@@ -117,6 +125,7 @@ class Trainer:
             self.mesh,
             num_updates=config.num_updates,
             micro_batches=config.micro_batches,
+            support_tokens=config.support_tokens,
         )
         self._advantages = jax.jit(config.advantages)
         self._key = jax.random.key(config.seed)
@@ -145,15 +154,33 @@ class Trainer:
             for batch in demonstrations(self.task, warm_start, self.config.seed, **processes):
                 taught, _ = teacher.update(taught, sharding.to_global(batch, self.mesh))
             state = self.learner.init_from(taught.params)
-        return 0, state, PolicyRing(self.config.staleness, {0: self.sampler.synchronise(state.params)})
+        return 0, state, PolicyRing(self.config.staleness, {0: self.remember(state)})
 
     def restore(self, checkpoints: Checkpoints) -> tuple[int, TrainState, PolicyRing]:
         """The newest checkpoint, or the start if the run was interrupted before its first."""
         step = checkpoints.latest_step()
         if step is None:
             return self.start()
-        state, past = checkpoints.restore(step, self.learner.abstract_state(), self.sampler.abstract_weights())
+        abstract = self.learner.abstract_state()
+        remembered = {"sampler": self.sampler.abstract_weights()}
+        if self._remembers_params:
+            remembered["learner"] = abstract.params
+        state, past = checkpoints.restore(step, abstract, remembered)
         return step, state, PolicyRing(self.config.staleness, past)
+
+    @property
+    def _remembers_params(self) -> bool:
+        """Whether a snapshot is wanted of parameters that the learner no longer has."""
+        return self.config.objective.snapshot == "rollout" and self.config.staleness > 0
+
+    def remember(self, state: TrainState) -> dict[str, Any]:
+        """What is kept of a policy until it is too old to sample: the sampler's weights, and, for a snapshot of the
+        parameters that sampled, the learner's own at full precision, sharded as they are: another 4 bytes a parameter
+        for each of the `staleness` + 1 versions. Without staleness the learner still has them."""
+        remembered = {"sampler": self.sampler.synchronise(state.params)}
+        if self._remembers_params:
+            remembered["learner"] = jax.tree.map(jnp.copy, state.params)
+        return remembered
 
     def local(self, prompts: Sequence[Prompt]) -> Sequence[Prompt]:
         """This process's part of a step's prompts."""
@@ -161,40 +188,79 @@ class Trainer:
 
     def sample(self, ring: PolicyRing, prompts: Sequence[Prompt], step: int) -> Rollout:
         """A group of responses to each prompt, by the policy of `staleness` steps ago; on the host."""
-        version, weights = ring.behaviour
+        version, remembered = ring.behaviour
         rollout = self.sampler(
-            weights,
+            remembered["sampler"],
             [self.task.tokenizer.encode(prompt.text) for prompt in prompts],
             [prompt.index for prompt in prompts],
             key=self.key(_TRAIN, step),
             num_samples=self.config.samples_per_prompt,
             temperature=self.config.sampler_temperature,
             policy_version=version,
+            support=self._sampler_support,
         )
         return sharding.to_local(rollout)
+
+    @property
+    def _sampler_support(self) -> int | str | None:
+        """What the objective needs of the distributions that are sampled from."""
+        objective = self.config.objective
+        if objective.support not in ("behaviour", "both"):
+            return None
+        return "exact" if objective.support_form == "exact" else self.config.support_tokens
 
     def advantages(self, rewards: np.ndarray, group: np.ndarray) -> np.ndarray:
         """Advantages of this process's rows; batch statistics are over all processes' rows."""
         return sharding.to_local(self._advantages(*sharding.to_global((rewards, group), self.mesh)))
 
-    def learn(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Any]]:
+    def learn(
+        self, state: TrainState, batch: Batch, group: np.ndarray, sampled_by: dict[str, Any]
+    ) -> tuple[TrainState, dict[str, Any]]:
         """One optimizer update a minibatch, epoch after epoch; nothing waits for the device in between.
+
+        Args:
+            state: the learner's.
+            batch: this process's rows of the step.
+            group: the prompt of each row.
+            sampled_by: what is remembered of the policy that sampled.
 
         Raises:
             FloatingPointError: too many updates in a row were not finite.
         """
-        config, of_updates = self.config, []
-        for minibatch in minibatches(batch, config.minibatches, config.epochs, config.samples_per_prompt):
-            state, metrics = self.learner.update(state, sharding.to_global(minibatch, self.mesh))
-            of_updates.append(metrics)
-        metrics, skipped = jax.device_get((_merge(of_updates), state.num_skipped_in_a_row))
-        if skipped >= config.max_skipped_updates:
-            raise FloatingPointError(
-                f"{skipped} updates in a row had a loss, gradient or log-ratio that is not finite "
-                f"({metrics['policy/nonfinite_log_ratio']:.0f} log-ratios in the last step); "
-                "the parameters are those before them"
+        config, snapshot, of_updates = self.config, self.learner.snapshot, []
+        parts = self.minibatches(batch)
+        if config.objective.snapshot == "rollout":
+            parts = [snapshot(sampled_by.get("learner", state.params), part) for part in parts]
+        for _ in range(config.epochs):
+            of_epoch = parts
+            if config.objective.snapshot == "epoch" and len(parts) > 1:  # the learner takes that of a single one itself
+                of_epoch = [snapshot(state.params, part) for part in parts]
+            for part in of_epoch:
+                state, metrics = self.learner.update(state, part)
+                of_updates.append(metrics)
+        metrics, in_a_row = jax.device_get((_merge(of_updates), state.num_skipped_in_a_row))
+        if metrics["optim/skipped_updates"]:
+            found = nonfinite_rows(
+                lambda part: self.learner.log_probs(state.params, part)[0], batch, group, config.minibatches, self.mesh
             )
+            message = f"{metrics['policy/nonfinite_log_ratio']:.0f} log-ratios in the last step; {found}"
+            if in_a_row >= config.max_skipped_updates:
+                raise FloatingPointError(
+                    f"{in_a_row} updates in a row had a loss, gradient or log-ratio that is not finite ({message}); "
+                    "the parameters are those before them"
+                )
+            if self.is_main:
+                _logger.warning("%d updates skipped: %s", metrics["optim/skipped_updates"], message)
         return state, metrics
+
+    def minibatches(self, batch: Batch) -> list[Batch]:
+        """A step's optimizer batches, packed, on the devices."""
+        config = self.config
+        parts = list(minibatches(batch, config.minibatches, 1, config.samples_per_prompt))
+        if config.pack and config.objective.statistics_scope != "micro_batch":
+            shards = sharding.num_batch_shards(self.mesh) // self.num_parts
+            parts = pack(parts, shards * config.micro_batches)
+        return [sharding.to_global(part, self.mesh) for part in parts]
 
     def evaluate(self, weights: Any) -> dict[str, float]:
         """Metrics of an evaluation; none if evaluations are off."""
@@ -242,5 +308,5 @@ _INIT, _TRAIN, _EVALUATION = range(3)
 @jax.jit
 def _merge(of_updates: list[dict[str, Any]]) -> dict[str, Any]:
     """The logged values of a step: its updates' metrics, merged by type."""
-    stacked = jax.tree.map(lambda *leaves: jax.numpy.stack(leaves), *of_updates)
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *of_updates)
     return metrics_lib.values(metrics_lib.fold(stacked))

@@ -78,7 +78,7 @@ def make_mesh(shape: MeshShape = MeshShape(), devices: Sequence[jax.Device] | No
         )
     num_slices = len({getattr(device, "slice_index", 0) for device in devices})
     if num_slices > 1 and shape.slice != num_slices:
-        raise ValueError(f"mesh: these are {num_slices} slices of devices; set mesh.slice={num_slices}, not {shape.slice}")
+        raise ValueError(f"mesh: {num_slices} slices of devices need mesh.slice={num_slices}, not {shape.slice}")
     within = (1, data, shape.fsdp, shape.tensor)
     if num_slices == 1:  # `slice` is then an axis like any other
         sizes = (shape.slice, *within[1:])

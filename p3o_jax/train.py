@@ -96,8 +96,8 @@ def train(
             last |= writer.write(step, metrics)
             progress.update(step, last)
             if config.is_due(step, config.write_rollouts_every):
-                everywhere = all_rows((rollout._replace(support=None), rewards, advantages), trainer.mesh)
-                writer.rollouts(step, readable(of_step, *everywhere, config.task.tokenizer))
+                of_all = all_rows((rollout._replace(support=None), rewards, advantages), trainer.mesh)
+                writer.rollouts(step, readable(of_step, of_all[0], of_all[1], of_all[2], config.task.tokenizer))
             if config.is_due(step, config.save_every):
                 writer.flush()
                 checkpoints.save(step, state, ring.past)

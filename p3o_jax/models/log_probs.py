@@ -104,7 +104,7 @@ def _backward(select: str | None, chunk_tokens: int, arrays: tuple, gradient: To
 _differentiable.defvjp(_forward, _backward)
 
 
-def _chunks(shape: tuple[int, int], chunk_tokens: int) -> tuple[Callable, Callable]:
+def _chunks(shape: tuple[int, ...], chunk_tokens: int) -> tuple[Callable, Callable]:
     """How arrays [B, T, ...] become chunks of tokens [C, N, ...], and trees of those whole again."""
     tokens = shape[0] * shape[1]
     chunk = min(chunk_tokens, tokens)

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from functools import partial
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +25,15 @@ from p3o_jax import sharding
 from p3o_jax.models.attention import cached_attention, causal_attention
 
 DType = Literal["float32", "bfloat16"]
+Remat = Literal["full", "dots", "none"]
+
+# What `jax.checkpoint` keeps of a layer. Attention's products have a batch axis, and are recomputed; so are the weights
+# gathered over `fsdp`, unless nothing is.
+_KEPT: Mapping[str, Callable[..., bool]] = {
+    "full": jax.checkpoint_policies.nothing_saveable,
+    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "none": jax.checkpoint_policies.everything_saveable,
+}
 
 
 @dataclass(frozen=True)
@@ -56,6 +66,9 @@ class TransformerConfig:
     """Longest sequence, prompt and response together."""
     dtype: DType = "float32"
     """Compute dtype of the learner; parameters are float32."""
+    remat: Remat = "full"
+    """What the backward pass recomputes of a layer. full: all of it, from its input. dots: all but the products with
+    weights, which are kept. none: nothing. From the least memory and most work to the most memory and least work."""
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "embed_dim", "num_heads", "num_kv_heads", "head_dim", "mlp_dim", "context_tokens"):
@@ -65,6 +78,9 @@ class TransformerConfig:
             raise ValueError(
                 f"model.num_kv_heads must divide model.num_heads, got {self.num_kv_heads} and {self.num_heads}"
             )
+        for name, choices in (("dtype", get_args(DType)), ("remat", get_args(Remat))):
+            if getattr(self, name) not in choices:
+                raise ValueError(f"model.{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}")
         if self.head_dim % 2:
             raise ValueError(f"model.head_dim must be even for rotary embeddings, got {self.head_dim}")
 
@@ -204,7 +220,7 @@ class Transformer(nnx.Module):
 
         graphdef, stacked = nnx.split(self.layers)
 
-        @jax.checkpoint
+        @partial(jax.checkpoint, policy=_KEPT[self.config.remat])
         def layer(x, weights):
             return nnx.merge(graphdef, weights).block(x, positions, attend)
 

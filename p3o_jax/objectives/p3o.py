@@ -51,7 +51,7 @@ class P3O(Objective):
 
     @property
     def support_form(self) -> Literal["exact", "top_k"] | None:
-        return self.kl if self.kl in kl.DISTRIBUTION_FORMS else None
+        return self.kl if self.kl in ("exact", "top_k") else None
 
     def statistics(self, policy: Policy, batch: Batch) -> Any:
         log_ratio = stats.log_ratio(policy.log_probs, batch.behaviour_log_probs, batch.mask)

@@ -152,10 +152,10 @@ class Sampler:
             support=support,
         )
 
-    def _sharded_sample(self, weights, *arrays, **options) -> Rollout:
+    def _sharded_sample(self, weights, *arrays, num_samples: int, greedy: bool, support: Any) -> Rollout:
         rows, whole = sharding.batch_spec(self.mesh), PartitionSpec()
         sample = jax.shard_map(
-            partial(self._local_sample, **options),
+            partial(self._local_sample, num_samples=num_samples, greedy=greedy, support=support),
             mesh=self.mesh,
             in_specs=(self._weight_specs, rows, rows, rows, whole, whole, whole),
             out_specs=rows,

@@ -15,8 +15,8 @@ def empty_support(support: int | str | None, shape: tuple[int, int], vocab_size:
         return None
     if isinstance(support, str):
         return Support(behaviour_log_probs=jnp.zeros((*shape, vocab_size), jnp.float32))
-    shape = (*shape, min(support, vocab_size))
-    return Support(jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32))
+    room = (*shape, min(support, vocab_size))
+    return Support(jnp.zeros(room, jnp.int32), jnp.zeros(room, jnp.float32))
 
 
 def distribution(

@@ -163,13 +163,13 @@ class Trainer:
             return self.start()
         abstract = self.learner.abstract_state()
         remembered = {"sampler": self.sampler.abstract_weights()}
-        if self._remembers_params:
+        if self.remembers_params:
             remembered["learner"] = abstract.params
         state, past = checkpoints.restore(step, abstract, remembered)
         return step, state, PolicyRing(self.config.staleness, past)
 
     @property
-    def _remembers_params(self) -> bool:
+    def remembers_params(self) -> bool:
         """Whether a snapshot is wanted of parameters that the learner no longer has."""
         return self.config.objective.snapshot == "rollout" and self.config.staleness > 0
 
@@ -178,7 +178,7 @@ class Trainer:
         parameters that sampled, the learner's own at full precision, sharded as they are: another 4 bytes a parameter
         for each of the `staleness` + 1 versions. Without staleness the learner still has them."""
         remembered = {"sampler": self.sampler.synchronise(state.params)}
-        if self._remembers_params:
+        if self.remembers_params:
             remembered["learner"] = jax.tree.map(jnp.copy, state.params)
         return remembered
 
@@ -197,12 +197,12 @@ class Trainer:
             num_samples=self.config.samples_per_prompt,
             temperature=self.config.sampler_temperature,
             policy_version=version,
-            support=self._sampler_support,
+            support=self.sampler_support,
         )
         return sharding.to_local(rollout)
 
     @property
-    def _sampler_support(self) -> int | str | None:
+    def sampler_support(self) -> int | str | None:
         """What the objective needs of the distributions that are sampled from."""
         objective = self.config.objective
         if objective.support not in ("behaviour", "both"):

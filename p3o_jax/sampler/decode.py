@@ -85,7 +85,8 @@ class Sampler:
         )
         """Learner parameters -> the sampler's own copy: cast, then moved to the sampler's sharding."""
         self._abstract = abstract
-        self._sample = jax.jit(self._sharded_sample, static_argnames=("num_samples", "greedy", "support"))
+        self.sample = jax.jit(self._sharded_sample, static_argnames=("num_samples", "greedy", "support"))
+        """The compiled part of a call: weights, padded prompts and what they are sampled with -> rollout."""
 
     def abstract_weights(self) -> nnx.State:
         """Shapes, dtypes and shardings of what `synchronise` returns, for restoring a checkpoint."""
@@ -141,7 +142,7 @@ class Sampler:
                 )
             padded[i, : len(prompt)] = prompt
         arrays = (padded, lengths, np.asarray(prompt_indices, np.int32))
-        return self._sample(
+        return self.sample(
             weights,
             *sharding.to_global(arrays, self.mesh),
             key,

@@ -37,7 +37,7 @@ def nonfinite_rows(
     for rows in np.split(np.arange(len(group)), num_parts):
         part = jax.tree.map(lambda leaf, rows=rows: leaf[rows], batch)
         found = sharding.to_local(log_probs(sharding.to_global(part, mesh)))
-        bad[rows] = (part.mask & ~np.isfinite(found + part.behaviour_log_probs)).any(axis=1)
+        bad[rows] = (part.mask & ~(np.isfinite(found) & np.isfinite(part.behaviour_log_probs))).any(axis=1)
     count = int(sharding.sum_over_processes(np.asarray(bad.sum())))
     if not count:
         return "every row's log-probs are finite under the parameters that remain"

@@ -11,13 +11,15 @@ import numpy as np
 import pytest
 
 from p3o_jax import config as config_lib
+from p3o_jax import train as train_module
 from p3o_jax.config import Config
 from p3o_jax.models.transformer import TransformerConfig
-from p3o_jax.objectives import P3O, Grpo
+from p3o_jax.objectives import P3O, P4O, DecoupledPpo, Grpo, Gspo, P3OSnapshot
 from p3o_jax.optimizer import OptimizerConfig
 from p3o_jax.precision import Precision
 from p3o_jax.tasks import SortDigits
 from p3o_jax.train import train
+from p3o_jax.types import Batch, Inputs
 from p3o_jax.warm_start import WarmStart
 from p3o_jax.writers import read_metrics
 
@@ -37,6 +39,14 @@ class Interrupted(GradedSort):
         if prompt.index == 15:  # the second step's last prompt; the evaluation has but 11
             raise KeyboardInterrupt
         return super().reward(prompt, completion)
+
+
+class Rambling(GradedSort):
+    """With room for longer responses than the answer."""
+
+    @property
+    def max_response_tokens(self) -> int:
+        return 30
 
 
 MODEL = TransformerConfig(num_layers=1, embed_dim=16, num_heads=2, num_kv_heads=2, head_dim=8, mlp_dim=32)
@@ -181,11 +191,80 @@ def test_a_run_leaves_what_one_needs_to_read_it(tmp_path):
 
 
 def test_updates_that_are_never_finite_end_the_run(tmp_path):
-    with pytest.raises(FloatingPointError, match="updates in a row"):
+    with pytest.raises(
+        FloatingPointError, match=r"updates in a row .* rows have log-probs that are not finite, of prompts \d+, "
+    ):
         run(
             tmp_path / "run",
             replace(SMALL, optimizer=OptimizerConfig(learning_rate=1e30), max_skipped_updates=3, num_steps=20),
         )
+
+
+def test_the_snapshot_is_of_the_parameters_that_sampled(tmp_path):
+    """Two steps ago, at the learner's precision: with a sampler of the same precision, no gap is left between the two,
+    however far the policy has moved; after an interruption too."""
+    config = replace(SMALL, objective=P3OSnapshot(kl="top_k"), staleness=2, num_steps=5, evaluate_every=0)
+    config = replace(config, optimizer=OptimizerConfig(learning_rate=1e-2), support_tokens=3)
+    lines = run(tmp_path / "whole", config)
+    for line in lines:
+        assert line["policy/ess/proximal_to_behaviour"] > 0.9999
+        assert line["policy/precision_gap_kl"] == pytest.approx(0, abs=1e-6)
+    assert lines[-1]["policy/ess"] < 0.99
+    assert lines[-1]["loss/snapshot_kl"] > 1e-3
+    run(tmp_path / "interrupted", replace(config, num_steps=4))
+    resumed = run(tmp_path / "interrupted", config, resume=True)
+    assert without_times(resumed) == without_times(lines)
+
+
+def test_the_precision_gap_is_what_is_left_at_the_same_parameters(tmp_path):
+    config = replace(SMALL, objective=P3OSnapshot(kl="exact"), num_steps=2, evaluate_every=0)
+    for line in run(tmp_path / "run", replace(config, precision=Precision("bfloat16", "bfloat16", "bfloat16"))):
+        assert 1e-8 < line["policy/precision_gap_kl"] < 1e-3
+        assert line["policy/ess/proximal_to_behaviour"] < 1 - 1e-7
+
+
+@pytest.mark.parametrize(
+    ("objective", "minibatches", "tags"),
+    [
+        (P4O(kl="top_k"), 2, {"loss/mixture_kl", "policy/ess/policy_to_proximal"}),
+        (P3O(kl="exact"), 1, {"loss/behaviour_kl"}),
+        (DecoupledPpo(), 1, {"policy/behaviour_weight_mean"}),
+    ],
+    ids=["p4o_top_k", "p3o_exact", "decoupled_ppo"],
+)
+def test_objectives_are_given_what_they_ask_for(tmp_path, objective, minibatches, tags):
+    """Distributions of the sampler, and snapshots of each epoch's start, in a run on several devices."""
+    config = replace(SMALL, objective=objective, num_steps=2, epochs=2, minibatches=minibatches, evaluate_every=0)
+    lines = run(tmp_path / "run", config, devices=jax.devices()[:4])
+    for line in lines:
+        assert tags <= line.keys()
+        assert all(np.isfinite(line[tag]) for tag in line if tag.startswith(("loss/", "policy/", "optim/")))
+        assert line["optim/skipped_updates"] == 0
+
+
+def test_a_run_does_not_depend_on_packing(tmp_path, monkeypatch):
+    """Responses from 1 to 30 tokens, of which several fit into a row; the same updates, in fewer rows."""
+    shapes = []
+    packing = train_module.pack
+    monkeypatch.setattr(train_module, "pack", lambda *a: shapes.append(packing(*a)) or shapes[-1])
+    config = replace(SMALL, task=Rambling(length=3), objective=Gspo(), num_steps=2, evaluate_every=0)
+    packed, padded = run(tmp_path / "packed", config), run(tmp_path / "padded", replace(config, pack=False))
+    assert [len(parts) for parts in shapes] == [2, 2]
+    assert all(batch.mask.shape[0] < 16 for parts in shapes for batch in parts)
+    for a, b in zip(packed, padded, strict=True):
+        for tag in a:
+            if tag.startswith(("loss/", "reward/", "optim/", "policy/entropy")):
+                assert b[tag] == pytest.approx(a[tag], rel=1e-4, abs=1e-6), tag
+
+
+def test_what_is_in_a_micro_batch_is_not_changed_where_it_matters():
+    """Rows of one token each, of which all fit into one row."""
+    mask = np.arange(8) < np.ones((32, 1))
+    numbers, ids = np.zeros(mask.shape, np.float32), np.zeros(mask.shape, np.int32)
+    batch = Batch(mask, numbers, numbers, inputs=Inputs(ids, ids, ids, numbers))
+    for objective, rows in ((P3O(), 2), (P3O(ess_scope="micro_batch"), 16)):
+        trainer = train_module.Trainer(replace(SMALL, objective=objective), jax.devices()[:1])
+        assert [part.mask.shape for part in trainer.minibatches(batch)] == [(rows, 8)] * 2
 
 
 def test_bfloat16_rollouts_show_as_an_ess_below_one(tmp_path):

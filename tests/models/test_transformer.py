@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -147,9 +149,37 @@ def test_bfloat16_compute_keeps_float32_logits():
     assert logits.dtype == jnp.float32
 
 
+def test_what_the_backward_pass_recomputes_trades_memory_and_changes_no_gradient():
+    base = TransformerConfig(num_layers=4, embed_dim=16, num_heads=2, num_kv_heads=2, head_dim=8, mlp_dim=64)
+    tokens = jax.random.randint(jax.random.key(2), (4, 64), 0, VOCAB)
+    params = nnx.state(Transformer(base, VOCAB, nnx.Rngs(0)))
+    memory, gradients = {}, {}
+    for remat in ("full", "dots", "none"):
+        config = replace(base, remat=remat)
+
+        def loss(params, config=config):
+            model = nnx.merge(abstract_model(config, VOCAB)[0], params)
+            hidden, _ = model.hidden(tokens, arange_positions(tokens))
+            return (jnp.cos(jnp.arange(hidden.size, dtype=jnp.float32)).reshape(hidden.shape) * hidden).sum()
+
+        compiled = jax.jit(jax.grad(loss)).lower(params).compile()
+        memory[remat] = compiled.memory_analysis().temp_size_in_bytes
+        gradients[remat] = compiled(params)
+    assert memory["full"] < 0.8 * memory["dots"] < 0.64 * memory["none"]
+    for remat in ("dots", "none"):
+        for a, b in zip(*map(jax.tree.leaves, (gradients[remat], gradients["full"])), strict=True):
+            np.testing.assert_allclose(a, b, atol=1e-5 * float(jnp.abs(b).max()))
+
+
 @pytest.mark.parametrize(
     ("changes", "field"),
-    [({"num_kv_heads": 3}, "num_kv_heads"), ({"head_dim": 7}, "head_dim"), ({"num_layers": 0}, "num_layers")],
+    [
+        ({"remat": "some"}, "remat"),
+        ({"dtype": "int8"}, "dtype"),
+        ({"num_kv_heads": 3}, "num_kv_heads"),
+        ({"head_dim": 7}, "head_dim"),
+        ({"num_layers": 0}, "num_layers"),
+    ],
 )
 def test_impossible_architectures_are_refused_by_field(changes, field):
     with pytest.raises(ValueError, match=f"model.{field}"):

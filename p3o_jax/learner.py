@@ -149,7 +149,16 @@ class Learner:
 
     # What runs on each device, on its rows and its shards of the weights.
 
+    def _check(self, batch: Batch) -> None:
+        """Raises ValueError if the rows do not divide over devices and micro-batches."""
+        rows, shards = batch.mask.shape[0], sharding.num_batch_shards(self.mesh)
+        if rows % (shards * self.micro_batches):
+            raise ValueError(
+                f"learner: {rows} rows do not divide over {shards} devices x micro_batches={self.micro_batches}"
+            )
+
     def _sharded_gradients(self, params: nnx.State, batch: Batch):
+        self._check(batch)
         whole = PartitionSpec()
         gradients = jax.shard_map(
             self._local_gradients,
@@ -175,6 +184,7 @@ class Learner:
 
     def _over_micro_batches(self, function: Callable[[nnx.State, Batch], Any], params: nnx.State, batch: Batch) -> Any:
         """A tree of [B, ...] from a function of each device's micro-batches, without gradient."""
+        self._check(batch)
         rows = sharding.batch_spec(self.mesh)
 
         def local(params: nnx.State, batch: Batch):
@@ -186,8 +196,6 @@ class Learner:
     def _split(self, batch: Batch) -> Batch:
         """Rows [B, ...] of a device -> micro-batches [M, B / M, ...]."""
         count, rows = self.micro_batches, batch.mask.shape[0]
-        if rows % count:
-            raise ValueError(f"learner: {rows} rows on a device do not divide into micro_batches={count}")
         return jax.tree.map(lambda leaf: leaf.reshape(count, rows // count, *leaf.shape[1:]), batch)
 
     def _distributions(self, params: nnx.State, batch: Batch, support: Any) -> TokenDistributions:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +13,7 @@ import pytest
 from flax import nnx
 
 from p3o_jax import metrics as metrics_lib
+from p3o_jax.hlo import collectives
 from p3o_jax.learner import Learner
 from p3o_jax.models.transformer import TransformerConfig, abstract_model
 from p3o_jax.objectives import P3O, Grpo, Reinforce, objective_loss
@@ -205,25 +208,57 @@ def test_log_probs_do_not_depend_on_the_mesh():
         np.testing.assert_allclose(one, eight, atol=1e-5)
 
 
-def collectives(objective, shape, micro_batches=1) -> dict[str, int]:
-    """Collectives in the compiled gradient, by kind."""
-    learner = make_learner(objective, shape, micro_batches)
-    state = learner.init(jax.random.key(0))
-    compiled = learner.gradients.lower(state.params, to_global(make_batch(), learner.mesh)).compile()
-    found = re.findall(
-        r"= .*? (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)\(", compiled.as_text()
-    )
-    return {kind: found.count(kind) for kind in sorted(set(found))}
+def compiled_collectives(objective, shape, micro_batches=1, num_devices=8):
+    """Collectives of the compiled gradient on each device."""
+    mesh = make_mesh(shape, jax.devices()[:num_devices])
+    learner = Learner(MODEL, VOCAB, objective, OPTIMIZER, mesh, num_updates=1, micro_batches=micro_batches)
+    batch = to_global(make_batch(), mesh)
+    return collectives(learner.gradients.lower(learner.abstract_state().params, batch).compile().as_text())
+
+
+def by_kind(found):
+    return Counter(collective.kind for collective in found)
 
 
 def test_p3o_communicates_two_small_reductions_more_than_grpo():
-    """A max and a sum for the ESS; and nothing in either grows with the number of devices."""
-    shape = MeshShape(data=8)
-    p3o, grpo = collectives(P3O(), shape), collectives(Grpo(), shape)
-    assert set(p3o) == set(grpo) == {"all-reduce"}
-    assert grpo["all-reduce"] > 0
-    assert p3o["all-reduce"] - grpo["all-reduce"] <= 2
-    assert collectives(P3O(), MeshShape(data=4, fsdp=2)) == collectives(P3O(), MeshShape(data=2, fsdp=4))
+    """A max and a sum for the ESS. Gradients are summed once a step, all together, whatever the micro-batches."""
+    p3o, grpo = (compiled_collectives(objective, MeshShape(data=8), 2) for objective in (P3O(), Grpo()))
+    assert set(by_kind(p3o)) == set(by_kind(grpo)) == {"all-reduce"}
+    assert len(p3o) - len(grpo) <= 2
+    num_weights = sum(leaf.size for leaf in jax.tree.leaves(abstract_model(MODEL, VOCAB)[1]))
+    for found in (p3o, grpo):
+        large = [collective for collective in found if collective.size_bytes > 1000]
+        assert [collective.executions for collective in large] == [1]
+        assert 4 * num_weights <= large[0].size_bytes < 4 * num_weights + 1000
+
+
+def test_the_number_of_collectives_does_not_grow_with_the_mesh():
+    """Two devices or eight; and each layer's weights are gathered and its gradients scattered, however many share."""
+    two, eight = (compiled_collectives(P3O(), MeshShape(data=n), 1, n) for n in (2, 8))
+    assert by_kind(two) == by_kind(eight)
+    few, many = (compiled_collectives(P3O(), MeshShape(data=8 // n, fsdp=n)) for n in (2, 4))
+    assert by_kind(few) == by_kind(many)
+    assert set(by_kind(few)) == {"all-reduce", "all-gather", "reduce-scatter"}
+
+
+def test_bfloat16_weights_travel_as_such_and_their_gradients_in_float32():
+    mesh, model = make_mesh(MeshShape(data=1, fsdp=8)), replace(MODEL, dtype="bfloat16")
+    learner = Learner(model, VOCAB, P3O(), OPTIMIZER, mesh, num_updates=1)
+    lowered = learner.gradients.lower(learner.abstract_state().params, to_global(make_batch(), mesh)).as_text()
+    gathers = re.findall(r"stablehlo.all_gather.*?->.*?x([a-z]+\d+)>", lowered)
+    scatters = re.findall(r"stablehlo.reduce_scatter.*?->.*?x([a-z]+\d+)>", lowered, re.DOTALL)
+    assert set(gathers) == {"bf16"}
+    assert set(scatters) == {"f32"}
+    gradients, *_ = jax.eval_shape(learner.gradients, learner.abstract_state().params, to_global(make_batch(), mesh))
+    assert {leaf.dtype for leaf in jax.tree.leaves(gradients)} == {jnp.dtype("float32")}
+
+
+def test_what_does_not_divide_is_refused_by_name():
+    with pytest.raises(ValueError, match=r"mesh: tensor=4 does not divide the 14 vocabulary of weight .*embedding"):
+        make_learner(shape=MeshShape(tensor=4))
+    learner = make_learner(shape=MeshShape(data=8), micro_batches=2)
+    with pytest.raises(ValueError, match="12 rows do not divide over 8 devices x micro_batches=2"):
+        learner.gradients(learner.abstract_state().params, make_batch(12))
 
 
 def test_learning_rate_rises_then_decays_by_applied_updates():

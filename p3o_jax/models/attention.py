@@ -5,8 +5,8 @@
 | short           | XLA          | XLA            | XLA          | XLA          |
 | `LONG` and more | XLA, chunked | cuDNN          | XLA, chunked | splash       |
 
-XLA's is `jax.nn.dot_product_attention`, which holds [T, T] scores in float32 for every
-head; of long rows it is given `CHUNK` queries at a time, recomputed in the backward pass.
+XLA's is `jax.nn.dot_product_attention` or equal to it, and holds [T, T] scores in float32 for
+every head; of long rows it is given `CHUNK` queries at a time, recomputed in the backward pass.
 cuDNN's needs a mask where rows are packed, [T, T] in 16 bit, the same for all heads.
 The platform is that of the mesh the program is traced for, which need not be this machine's.
 """
@@ -42,16 +42,29 @@ def causal_attention(
     return chunked_attention(query, key, value, segment_ids)
 
 
+def _xla_attention(query: Array, key: Array, value: Array, mask: Bool[Array, "#B 1 T S"]) -> Array:
+    """Attention where `mask`. JAX's in float32; in 16 bit its gradient has no lowering under strict promotion."""
+    if query.dtype == jnp.float32:
+        return jax.nn.dot_product_attention(query, key, value, mask=mask, implementation="xla")
+    batch, length, num_heads, width = query.shape
+    grouped = query.reshape(batch, length, key.shape[2], -1, width)
+    scores = jnp.einsum("BTKGH,BSKH->BKGTS", grouped, key, preferred_element_type=jnp.float32) * width**-0.5
+    scores = jnp.where(mask[:, :, None], scores, jnp.finfo(jnp.float32).min)
+    weights = jax.nn.softmax(scores, axis=-1).astype(value.dtype)
+    return jnp.einsum("BKGTS,BSKH->BTKGH", weights, value).reshape(batch, length, num_heads, width)
+
+
 def _same_segment(rows: Int[Array, "B T"] | None, columns: Int[Array, "B S"] | None) -> Bool[Array, "B 1 T S"] | None:
     return None if rows is None else rows[:, None, :, None] == columns[:, None, None, :]
 
 
 def dense_attention(query: Array, key: Array, value: Array, segment_ids: Array | None = None) -> Array:
     """`causal_attention` by XLA, with all scores at once."""
-    with jax.numpy_dtype_promotion("standard"):  # JAX's implementation mixes bfloat16 and float32
-        return jax.nn.dot_product_attention(
-            query, key, value, mask=_same_segment(segment_ids, segment_ids), is_causal=True, implementation="xla"
-        )
+    at = jnp.arange(query.shape[1])
+    mask = (at[None, :] <= at[:, None])[None, None]
+    if segment_ids is not None:
+        mask = mask & _same_segment(segment_ids, segment_ids)
+    return _xla_attention(query, key, value, mask)
 
 
 def chunked_attention(
@@ -72,8 +85,7 @@ def chunked_attention(
         mask = (positions <= at[0][:, None])[None, None]
         if segments is not None:
             mask = mask & _same_segment(segments, segment_ids)
-        with jax.numpy_dtype_promotion("standard"):
-            return jax.nn.dot_product_attention(query, key, value, mask=mask, implementation="xla")
+        return _xla_attention(query, key, value, mask)
 
     parts = (split(query), split(positions[None]), None if segment_ids is None else split(segment_ids))
     out = jax.lax.map(lambda part: attend(*part), parts)

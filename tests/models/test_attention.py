@@ -30,7 +30,7 @@ def problem(dtype=jnp.float32):
 
 def weighted(attend, query, *rest):
     out = attend(query, *rest)
-    return (jnp.cos(jnp.arange(out.size, dtype=jnp.float32)).reshape(out.shape) * out).sum()
+    return (jnp.cos(jnp.arange(out.size, dtype=jnp.float32)).reshape(out.shape) * out.astype(jnp.float32)).sum()
 
 
 def values_and_gradients(attend, arrays, segments):
@@ -85,10 +85,14 @@ def test_without_segments_a_row_is_one():
     np.testing.assert_array_equal(dense_attention(*arrays), dense_attention(*arrays, segments * 0))
 
 
-def test_bfloat16_stays_bfloat16():
+@pytest.mark.parametrize("name", [*IMPLEMENTATIONS, "dense"])
+def test_bfloat16_stays_bfloat16(name, expected):
+    """Values and gradients, rounded, under strict promotion."""
+    attend = {**IMPLEMENTATIONS, "dense": dense_attention}[name]
     *arrays, segments = problem(jnp.bfloat16)
-    for attend in (dense_attention, *IMPLEMENTATIONS.values()):
-        assert jax.eval_shape(attend, *arrays, segments).dtype == jnp.bfloat16
+    for a, b in zip(values_and_gradients(attend, arrays, segments), expected[1], strict=True):
+        assert a.dtype == jnp.bfloat16
+        assert jnp.abs(a.astype(jnp.float32) - b).max() < 0.03 * jnp.abs(b).max()
 
 
 def scores_bytes(attend, length):

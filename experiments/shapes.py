@@ -1,10 +1,14 @@
 """Runs of the shape of published models, with random weights: what fits where, before there is a machine.
 
     p3o compile shapes qwen3_4b --topology v5p:4x4x4
-    p3o compile shapes qwen3_4b --topology v5e:16x16 --num-slices 2
+    p3o compile shapes qwen3_4b_two_slices --topology v5e:16x16 --num-slices 2
 
 They are runs like any other: on the hardware they train on random prompts for a reward that is easy to compute. An
-update is 256 rows of 4,096 tokens.
+update of the larger one is 256 rows of 4,096 tokens.
+
+mesh.fsdp is 16 rather than 64 where 64 devices share the rows: 2,560 / 64 = 40 entries are no multiple of 16, the rows
+of a TPU's bfloat16 tile, and XLA then writes every gather and scatter of weights as an all-reduce of them whole.
+docs/pods.md has the figures.
 """
 
 from __future__ import annotations
@@ -108,13 +112,13 @@ class RandomTokens(Task):
 
 
 def qwen3_4b() -> Config:
-    """256 rows x 4,096 tokens an update; weights, gradients and moments over 64 devices and more."""
+    """For 64 devices: 256 rows x 4,096 tokens an update; weights and moments over 16 devices each."""
     return Config(
         task=RandomTokens(),
         model=QWEN3_4B,
         objective=P3O(),
         precision=Precision(weights="bfloat16", activations="bfloat16", kv_cache="bfloat16"),
-        mesh=MeshShape(fsdp=64),
+        mesh=MeshShape(data=4, fsdp=16),
         prompts_per_step=256,
         samples_per_prompt=8,
         minibatches=8,
@@ -124,8 +128,8 @@ def qwen3_4b() -> Config:
 
 
 def qwen3_4b_two_slices() -> Config:
-    """On 2 slices of v5e:16x16, 512 devices for the same 256 rows: four devices share a row."""
-    return replace(qwen3_4b(), mesh=MeshShape(slice=2, fsdp=64, tensor=4), micro_batches=1)
+    """For two slices of 256 smaller devices: the same rows, each shared by four devices."""
+    return replace(qwen3_4b(), mesh=MeshShape(slice=2, data=4, fsdp=16, tensor=4))
 
 
 def qwen3_4b_grpo() -> Config:

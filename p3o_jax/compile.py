@@ -55,6 +55,7 @@ def topology(name: str, num_slices: int = 1) -> list[jax.Device]:
     from jax.experimental import topologies
 
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # this machine is not one
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # several may describe at once
     options = {"num_slices": num_slices} if num_slices > 1 else {}
     try:
         return list(topologies.get_topology_desc(name, "tpu", **options).devices)

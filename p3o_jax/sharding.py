@@ -83,7 +83,8 @@ def make_mesh(shape: MeshShape = MeshShape(), devices: Sequence[jax.Device] | No
     if num_slices == 1:  # `slice` is then an axis like any other
         sizes = (shape.slice, *within[1:])
         return jax.make_mesh(sizes, MESH_AXES, axis_types=(AxisType.Auto,) * len(sizes), devices=devices)
-    grid = mesh_utils.create_hybrid_device_mesh(within, (num_slices, 1, 1, 1), devices)
+    across = (num_slices, 1, 1, 1)
+    grid = mesh_utils.create_hybrid_device_mesh(within, across, devices, allow_split_physical_axes=True)
     return Mesh(grid, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
 
 

@@ -1,0 +1,1 @@
+"""Measurements of parts, in ratios taken in one run."""

@@ -82,8 +82,8 @@ class RandomTokens(Task):
     """Size of the vocabulary."""
     max_prompt_tokens: int = 512
     """Tokens of every prompt."""
-    max_response_tokens: int = 3584
-    """Longest response."""
+    max_response_tokens: int = 3585
+    """Longest response; the first token of a row is not predicted, so that 4,096 are."""
 
     name: ClassVar[str] = "random_tokens"
 
@@ -122,14 +122,14 @@ def qwen3_4b() -> Config:
         prompts_per_step=256,
         samples_per_prompt=8,
         minibatches=8,
-        micro_batches=2,
         evaluate_every=0,
     )
 
 
 def qwen3_4b_two_slices() -> Config:
-    """For two slices of 256 smaller devices: the same rows, each shared by four devices."""
-    return replace(qwen3_4b(), mesh=MeshShape(slice=2, data=4, fsdp=16, tensor=4))
+    """For two slices of 256 smaller devices: as many rows, each shared by four devices; a prompt for each host."""
+    mesh = MeshShape(slice=2, data=4, fsdp=16, tensor=4)
+    return replace(qwen3_4b(), mesh=mesh, samples_per_prompt=4, minibatches=4)
 
 
 def qwen3_4b_grpo() -> Config:

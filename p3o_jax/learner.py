@@ -23,6 +23,7 @@ from jaxtyping import Array, Float, Int
 
 from p3o_jax import metrics as metrics_lib
 from p3o_jax import sharding
+from p3o_jax.models import lora
 from p3o_jax.models.log_probs import TokenDistributions, token_distributions
 from p3o_jax.models.transformer import Transformer, TransformerConfig, abstract_model, weight_specs
 from p3o_jax.objectives.base import Objective
@@ -94,7 +95,7 @@ class Learner:
     def _fresh(self, params: nnx.State) -> TrainState:
         zero = jnp.zeros((), jnp.int32)
         copy = jax.tree.map(partial(jnp.array, copy=True), params)
-        return TrainState(copy, self._optimizer.init(params), zero, zero, zero)
+        return TrainState(copy, self._optimizer.init(lora.split(params)[0]), zero, zero, zero)
 
     def abstract_state(self) -> TrainState:
         """Shapes, dtypes and shardings of the state, for restoring a checkpoint."""
@@ -109,9 +110,9 @@ class Learner:
         """Parameters by the table of logical axes; moments lie where their parameters do."""
         whole = NamedSharding(self.mesh, PartitionSpec())
         params = self._shardings(self._specs)
-        shapes = jax.eval_shape(self._optimizer.init, self._abstract)
+        shapes = jax.eval_shape(self._optimizer.init, lora.split(self._abstract)[0])
         opt_state = optax.tree.map_params(
-            self._optimizer, lambda _, place: place, shapes, params, transform_non_params=lambda _: whole
+            self._optimizer, lambda _, place: place, shapes, lora.split(params)[0], transform_non_params=lambda _: whole
         )
         return TrainState(params, opt_state, whole, whole, whole)
 
@@ -125,13 +126,14 @@ class Learner:
         gradient_norm = optax.tree.norm(gradients)
         finite = jnp.isfinite(loss) & jnp.isfinite(gradient_norm)
 
-        updates, opt_state = self._optimizer.update(gradients, state.opt_state, state.params)
+        trained, kept = lora.split(state.params)
+        updates, opt_state = self._optimizer.update(gradients, state.opt_state, trained)
         factor = self.objective.learning_rate_factor(statistics)
-        params = optax.apply_updates(state.params, jax.tree.map(lambda update: update * factor, updates))
+        params = optax.apply_updates(trained, jax.tree.map(lambda update: update * factor, updates))
 
         skipped = (~finite).astype(jnp.int32)
         new_state = TrainState(
-            params=select(finite, params, state.params),
+            params=lora.join(select(finite, params, trained), kept),
             opt_state=select(finite, opt_state, state.opt_state),
             num_updates=state.num_updates + 1 - skipped,
             num_skipped=state.num_skipped + skipped,
@@ -164,7 +166,7 @@ class Learner:
             self._local_gradients,
             mesh=self.mesh,
             in_specs=(self._specs, sharding.batch_spec(self.mesh)),
-            out_specs=(self._specs, whole, whole, whole),
+            out_specs=(lora.split(self._specs)[0], whole, whole, whole),
         )
         return gradients(params, batch)
 
@@ -233,6 +235,7 @@ class Learner:
         denominator = jnp.maximum(sharding.sum_over_batch(objective.aggregation.count(batch)), 1.0)
         micro_batches = self._split(batch)
         local_params = sharding.vary_over_batch(params)
+        trained, kept = lora.split(local_params)
 
         takes_snapshot = objective.snapshot == "epoch" and batch.proximal_log_probs is None
         chooses_support = takes_snapshot and objective.support == "proximal" and objective.support_form == "top_k"
@@ -256,9 +259,9 @@ class Learner:
             statistics = objective.statistics(jax.lax.stop_gradient(policy), rows)
             return metrics_lib.all_reduce(statistics, axes)
 
-        def local_loss(params: nnx.State, rows: Batch):
+        def local_loss(trained: nnx.State, rows: Batch):
             """This device's share of the loss, so that its gradient is a share of the gradient."""
-            policy = self._policy(params, rows)
+            policy = self._policy(lora.join(trained, kept), rows)
             if takes_snapshot and not looks_first:
                 rows = self._as_snapshot(policy, rows)
             of_batch = statistics if whole_batch else reduced_statistics(policy, rows)
@@ -269,15 +272,15 @@ class Learner:
         value_and_gradient = jax.value_and_grad(local_loss, has_aux=True)
         if self.micro_batches == 1:
             only = jax.tree.map(lambda leaf: leaf[0], micro_batches)
-            (loss, (statistics, metrics)), gradients = value_and_gradient(local_params, only)
+            (loss, (statistics, metrics)), gradients = value_and_gradient(trained, only)
             metrics = jax.tree.map(lambda leaf: leaf[None], metrics)
         else:
 
             def accumulate(total, rows: Batch):
-                (loss, (of_batch, metrics)), gradients = value_and_gradient(local_params, rows)
+                (loss, (of_batch, metrics)), gradients = value_and_gradient(trained, rows)
                 return jax.tree.map(jnp.add, total, gradients), (loss, of_batch, metrics)
 
-            zeros = jax.tree.map(lambda p: sharding.match_variance(jnp.zeros(p.shape, p.dtype), p), local_params)
+            zeros = jax.tree.map(lambda p: sharding.match_variance(jnp.zeros(p.shape, p.dtype), p), trained)
             gradients, (losses, of_micro_batches, metrics) = jax.lax.scan(accumulate, zeros, micro_batches)
             loss = losses.sum()
             if not whole_batch:
@@ -288,7 +291,7 @@ class Learner:
         metrics = {tag: _of_this_batch(metric) for tag, metric in metrics_lib.fold(metrics).items()}
         metrics["policy/ess_min"] = metrics_lib.Min(metrics["policy/ess"].value())
         metrics["policy/ess_min_micro_batch"] = metrics_lib.Min(worst)
-        gradients = sharding.reduce_gradients(gradients, params)
+        gradients = sharding.reduce_gradients(gradients, lora.split(params)[0])
         return gradients, sharding.sum_over_batch(loss), statistics, metrics
 
 

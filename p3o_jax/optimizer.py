@@ -112,9 +112,9 @@ def _loosely(function: Callable) -> Callable:
 
 
 def decayed_weights(params: Any) -> Any:
-    """Which weights decay: those that touch the residual stream as matrices; neither norms nor biases."""
+    """Which weights decay: matrices that touch the residual stream, and adapters; neither norms nor biases."""
     return jax.tree.map(
-        lambda param: param.replace("embed" in param.get_metadata()["logical_axes"]),
+        lambda param: param.replace(not {"embed", "rank"}.isdisjoint(param.get_metadata()["logical_axes"])),
         params,
         is_leaf=lambda node: isinstance(node, nnx.Variable),
     )

@@ -40,6 +40,7 @@ LEARNER_RULES: Mapping[str, str | None] = {
     "head_dim": None,
     "mlp": "tensor",
     "norm": None,
+    "rank": None,
 }
 # The sampler holds whole weights, but for the tensor axis: decoding must not gather them at every token.
 SAMPLER_RULES: Mapping[str, str | None] = {**LEARNER_RULES, "embed": None}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from p3o_jax.checkpoint import Checkpoints
 from p3o_jax.config import Config, to_json, validate
 from p3o_jax.evaluate import evaluate
 from p3o_jax.learner import Learner, TrainState
+from p3o_jax.models import lora
 from p3o_jax.nonfinite import nonfinite_rows
 from p3o_jax.objectives import Reinforce
 from p3o_jax.packing import pack
@@ -140,7 +142,7 @@ class Trainer:
         warm_start = self.config.warm_start
         if warm_start is not None:
             teacher = Learner(
-                self.config.model,
+                replace(self.config.model, lora=None),  # every weight
                 self.task.tokenizer.vocab_size,
                 Reinforce(),
                 warm_start.optimizer,
@@ -149,11 +151,11 @@ class Trainer:
             )
             if self.is_main:
                 print(f"warm start: {warm_start.num_steps} supervised updates", flush=True)
-            taught = teacher.init_from(state.params)
+            taught = teacher.init_from(lora.without_adapters(state.params))
             processes = {"num_processes": self.num_parts, "process": self.part}
             for batch in demonstrations(self.task, warm_start, self.config.seed, **processes):
                 taught, _ = teacher.update(taught, sharding.to_global(batch, self.mesh))
-            state = self.learner.init_from(taught.params)
+            state = self.learner.init_from(lora.with_weights(state.params, taught.params))
         return 0, state, PolicyRing(self.config.staleness, {0: self.remember(state)})
 
     def restore(self, checkpoints: Checkpoints) -> tuple[int, TrainState, PolicyRing]:

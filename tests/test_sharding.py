@@ -12,8 +12,8 @@ from p3o_jax.sharding import LEARNER_RULES, SAMPLER_RULES, MeshShape, make_mesh
 
 
 def test_data_takes_what_the_others_leave():
-    assert dict(make_mesh(MeshShape(tensor=2)).shape) == {"data": 4, "fsdp": 1, "tensor": 2}
-    assert dict(make_mesh(MeshShape(fsdp=2), jax.devices()[:2]).shape) == {"data": 1, "fsdp": 2, "tensor": 1}
+    assert dict(make_mesh(MeshShape(tensor=2)).shape) == {"slice": 1, "data": 4, "fsdp": 1, "tensor": 2}
+    assert dict(make_mesh(MeshShape(fsdp=2), jax.devices()[:2]).shape) == {"slice": 1, "data": 1, "fsdp": 2, "tensor": 1}
 
 
 @pytest.mark.parametrize(
@@ -46,3 +46,13 @@ def test_rows_go_to_the_mesh_and_come_back():
     placed = sharding.to_global(rows, mesh)
     assert len({shard.device for shard in placed["x"].addressable_shards}) == 8
     jax.tree.map(np.testing.assert_array_equal, sharding.to_local(placed), rows)
+
+
+def test_slices_share_rows_and_hold_whole_weights():
+    mesh = make_mesh(MeshShape(slice=2, fsdp=2, tensor=2))
+    assert dict(mesh.shape) == {"slice": 2, "data": 1, "fsdp": 2, "tensor": 2}
+    assert sharding.batch_spec(mesh) == P(("slice", "fsdp"))
+    assert sharding.num_batch_shards(mesh) == 4
+    assert sharding.weight_spec(("embed", "heads"), mesh, LEARNER_RULES) == P("fsdp", "tensor")
+    with pytest.raises(ValueError, match="slice x data x fsdp x tensor = 3 x"):
+        make_mesh(MeshShape(slice=3))

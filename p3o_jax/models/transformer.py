@@ -22,7 +22,9 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from p3o_jax import sharding
+from p3o_jax.models import lora as lora_lib
 from p3o_jax.models.attention import cached_attention, causal_attention
+from p3o_jax.models.lora import Lora
 
 DType = Literal["float32", "bfloat16"]
 Remat = Literal["full", "dots", "none"]
@@ -69,6 +71,8 @@ class TransformerConfig:
     remat: Remat = "full"
     """What the backward pass recomputes of a layer. full: all of it, from its input. dots: all but the products with
     weights, which are kept. none: nothing. From the least memory and most work to the most memory and least work."""
+    lora: Lora | None = None
+    """Low-rank adapters, which are then all that is trained; None: every weight is."""
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "embed_dim", "num_heads", "num_kv_heads", "head_dim", "mlp_dim", "context_tokens"):
@@ -155,8 +159,17 @@ class _Layers(nnx.Module):
         self.up = _weight(rngs, (c.embed_dim, c.mlp_dim), ("embed", "mlp"), c.embed_dim, layers)
         self.down = _weight(rngs, (c.mlp_dim, c.embed_dim), ("mlp", "embed"), c.mlp_dim, layers)
 
+    def product(self, name: str, x: Array) -> Array:
+        """The input times a weight, and through its adapter if it has one."""
+        inputs, lora = lora_lib.num_inputs(name), self.config.lora
+        out = jnp.tensordot(x, _use(getattr(self, name), x.dtype), inputs)
+        if lora is None or name not in lora.targets:
+            return out
+        a, b = (_use(getattr(self, f"{name}_{part}"), x.dtype) for part in "ab")
+        return out + lora_lib.product(x, a, b, lora.scale, inputs)
+
     def project(self, name: str, x: Float[Array, "B T D"]) -> Float[Array, "B T N H"]:
-        heads = jnp.einsum("BTD,DNH->BTNH", x, _use(getattr(self, name), x.dtype))
+        heads = self.product(name, x)
         if self.config.attention_bias:
             heads = heads + _use(getattr(self, f"{name}_bias"), x.dtype)
         return heads
@@ -171,12 +184,11 @@ class _Layers(nnx.Module):
             key = _rms_norm(key, self.key_norm[...], c.norm_epsilon)
         query, key = (_rotate(heads, positions, c.rope_theta) for heads in (query, key))
         attended, kept = attend(query, key, value)
-        out = jnp.einsum("BTNH,NHD->BTD", attended, _use(self.attention_out, x.dtype))
-        x = x + sharding.sum_over_tensor(out)
+        x = x + sharding.sum_over_tensor(self.product("attention_out", attended))
 
         normed = _rms_norm(x, self.mlp_norm[...], c.norm_epsilon)
-        hidden = jax.nn.silu(normed @ _use(self.gate, x.dtype)) * (normed @ _use(self.up, x.dtype))
-        return x + sharding.sum_over_tensor(hidden @ _use(self.down, x.dtype)), kept
+        hidden = jax.nn.silu(self.product("gate", normed)) * self.product("up", normed)
+        return x + sharding.sum_over_tensor(self.product("down", hidden)), kept
 
 
 class Transformer(nnx.Module):
@@ -191,6 +203,8 @@ class Transformer(nnx.Module):
         self.final_norm = _weight(rngs, (config.embed_dim,), ("norm",))
         if not config.tied_embeddings:
             self.head = _weight(rngs, (vocab_size, config.embed_dim), axes, config.embed_dim)
+        if config.lora is not None:  # last, so that the other weights are those of the model without
+            lora_lib.attach(self.layers, config.lora, rngs)
 
     @property
     def dtype(self) -> jnp.dtype:

@@ -21,6 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from p3o_jax import sharding
+from p3o_jax.models.lora import merged
 from p3o_jax.models.transformer import KVCache, Transformer, TransformerConfig, abstract_model, weight_specs
 from p3o_jax.precision import Precision
 from p3o_jax.sampler.distributions import distribution, empty_support
@@ -76,14 +77,15 @@ class Sampler:
         if outside:
             raise ValueError(f"sampler: stop ids {outside} are outside the vocabulary of {vocab_size} tokens")
         self.limits, self.precision, self.mesh = limits, precision, mesh
-        config = dataclasses.replace(config, dtype=precision.activations)
+        lora = config.lora
+        config = dataclasses.replace(config, dtype=precision.activations, lora=None)
         self._graphdef, abstract = abstract_model(config, vocab_size)
         self._weight_specs = weight_specs(abstract, mesh, sharding.SAMPLER_RULES)
         self.synchronise = jax.jit(
-            partial(cast_weights, dtype=precision.weights),
+            lambda params: cast_weights(merged(params, lora), precision.weights),
             out_shardings=jax.tree.map(lambda spec: NamedSharding(mesh, spec), self._weight_specs),
         )
-        """Learner parameters -> the sampler's own copy: cast, then moved to the sampler's sharding."""
+        """Learner parameters -> the sampler's own copy: adapters merged, cast, moved to the sampler's sharding."""
         self._abstract = abstract
         self.sample = jax.jit(self._sharded_sample, static_argnames=("num_samples", "greedy", "support"))
         """The compiled part of a call: weights, padded prompts and what they are sampled with -> rollout."""

@@ -1,6 +1,6 @@
-"""Starts an experiment as several processes on this machine: a rehearsal of a pod, without one.
+r"""Starts an experiment as several processes on this machine: a rehearsal of a pod, without one.
 
-    python launch/local_processes.py --processes 2 --devices 4 \\
+    python launch/local_processes.py --processes 2 --devices 4 \
         python -m experiments.quickstart p3o --run-dir runs/rehearsal
 
 Every process gets `--devices` CPU devices and finds the others through jax.distributed; `--distributed` is added to

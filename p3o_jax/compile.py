@@ -54,8 +54,11 @@ def topology(name: str, num_slices: int = 1) -> list[jax.Device]:
     """
     from jax.experimental import topologies
 
-    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # this machine is not one
-    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # several may describe at once
+    # This machine is not one of a pod, several may describe at once, and what libtpu misses here does not matter.
+    quiet = {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "TPU_MIN_LOG_LEVEL": "3"}
+    hosts = {"TPU_WORKER_HOSTNAMES": "localhost", "TPU_ACCELERATOR_TYPE": "v5litepod-1", "TPU_WORKER_ID": "0"}
+    for variable, value in (quiet | hosts).items():
+        os.environ.setdefault(variable, value)
     options = {"num_slices": num_slices} if num_slices > 1 else {}
     try:
         return list(topologies.get_topology_desc(name, "tpu", **options).devices)
@@ -191,7 +194,7 @@ def _compiled(lower: Callable, others: int, what: str, chip: Chip | None) -> Ite
 
 
 def _gib(size: float) -> str:
-    return f"{size / GIB:8.2f} GiB"
+    return f"{size / GIB:8.2f} GiB" if size >= GIB / 10 else f"{size / 2**20:8.2f} MiB"
 
 
 def _tera(flops: float) -> str:

@@ -1,7 +1,4 @@
-"""`p3o`: the command line for models and runs.
-
-    p3o compile EXPERIMENT [VARIANT] --topology v5p:4x4x4 [--num-slices 2] [--overrides]
-"""
+"""`p3o`: the command line for models and runs, as `USAGE` says. Experiments are found in the working directory."""
 
 from __future__ import annotations
 
@@ -30,7 +27,7 @@ def main() -> None:
 
 
 def compile_experiment(arguments: list[str]) -> None:
-    """Prints, for each variant asked for, what its programs need on a topology."""
+    """Prints, for each variant asked for, what its programs need on a topology; exits with 1 if one does not fit."""
     from p3o_jax import compile as compile_lib
     from p3o_jax.cli import parse
 
@@ -46,11 +43,15 @@ def compile_experiment(arguments: list[str]) -> None:
     module = importlib.import_module(f"experiments.{chosen.experiment}")
     runs = parse(chosen.experiment, module.__doc__.splitlines()[0], module.VARIANTS, rest)
     devices = compile_lib.topology(chosen.topology, chosen.num_slices)
+    fits = True
     for variant, run in runs.items():
         print(f"{chosen.experiment} {variant} on {chosen.num_slices} x {chosen.topology}")
         for line in compile_lib.report(run.config, devices):
             print(line, flush=True)
+            fits &= "does not fit" not in line
         print()
+    if not fits:
+        sys.exit(1)
 
 
 if __name__ == "__main__":

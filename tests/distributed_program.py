@@ -1,4 +1,4 @@
-"""What tests/test_distributed.py runs, in one process or in several: `distributed_program.py DIRECTORY [--distributed]`.
+"""What test_distributed.py runs, in one process or in several: `distributed_program.py DIRECTORY [--distributed]`.
 
 Of several, each prints one line of JSON: what happened.
 """

@@ -23,9 +23,7 @@ pytestmark = pytest.mark.slow
 
 
 def run(*command: str, **environment: str) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=300, cwd=ROOT, env=ENVIRONMENT | environment
-    )
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=ROOT, env=ENVIRONMENT | environment)
 
 
 def reports(output: str) -> list[dict]:

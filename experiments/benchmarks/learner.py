@@ -14,6 +14,7 @@ import statistics
 import subprocess
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +23,7 @@ import numpy as np
 from experiments.benchmarks import shape
 from p3o_jax.learner import Learner
 from p3o_jax.models.log_probs import token_log_probs
-from p3o_jax.models.transformer import TransformerConfig
+from p3o_jax.models.transformer import Remat, TransformerConfig
 from p3o_jax.objectives import P3O, Grpo, Objective
 from p3o_jax.optimizer import OptimizerConfig
 from p3o_jax.sharding import make_mesh, to_global
@@ -53,13 +54,11 @@ def make_batch() -> Batch:
     )
 
 
-def our_step(objective: Objective, micro_batches: int, remat: str = "full") -> Callable[[], None]:
+def our_step(objective: Objective, micro_batches: int, remat: Remat = "full") -> Callable[[], None]:
     """An update on one device, warmed up."""
     mesh = make_mesh(devices=jax.devices()[:1])
     model, optimizer = replace(MODEL, remat=remat), OptimizerConfig()
-    learner = Learner(
-        model, shape.VOCABULARY, objective, optimizer, mesh, num_updates=100, micro_batches=micro_batches
-    )
+    learner = Learner(model, shape.VOCABULARY, objective, optimizer, mesh, num_updates=100, micro_batches=micro_batches)
     state, batch = learner.init(jax.random.key(0)), to_global(make_batch(), mesh)
 
     def step() -> None:
@@ -140,7 +139,7 @@ def main() -> None:
         "P3O, nothing recomputed": our_step(P3O(), 1, "none"),
         "GRPO, nothing recomputed": our_step(Grpo(), 1, "none"),
     }
-    measures = {name: (lambda step=step: shape.seconds(step)) for name, step in ours.items()}
+    measures: dict[str, Callable[[], float]] = {name: partial(shape.seconds, step) for name, step in ours.items()}
     if arguments.tunix:
         measures["Tunix GRPO"] = served_step(arguments.tunix, "experiments.benchmarks.tunix_update")
     if arguments.torch:
@@ -159,7 +158,8 @@ def main() -> None:
     for name, times in rounds.items():
         print(f"  {name:<52} {shape.TOKENS / statistics.median(times):7.0f} tokens/s")
     many = ", 8 micro-batches"
-    print(f"  P3O costs {ratio('P3O', 'GRPO'):.3f} of GRPO; with 8 micro-batches {ratio('P3O' + many, 'GRPO' + many):.3f}")
+    print(f"  P3O costs {ratio('P3O', 'GRPO'):.3f} of GRPO")
+    print(f"  with 8 micro-batches {ratio('P3O' + many, 'GRPO' + many):.3f}")
     print(f"  and {ratio('P3O' + many, 'GRPO recomputing its old log-probs' + many):.3f} of one that recomputes")
     for name in list(measures)[len(ours) :]:
         print(f"  {name} takes {ratio(name, 'P3O, nothing recomputed'):.2f} times as long as P3O, nothing recomputed")

@@ -44,7 +44,9 @@ def main() -> None:
                     actor_optimizer=optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-5)),
                     eval_every_n_steps=1000,
                 ),
-                rollout_config=base_rollout.RolloutConfig(max_tokens_to_generate=8, max_prompt_length=8, kv_cache_size=32),
+                rollout_config=base_rollout.RolloutConfig(
+                    max_tokens_to_generate=8, max_prompt_length=8, kv_cache_size=32
+                ),
             ),
         )
         GRPOLearner(

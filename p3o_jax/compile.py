@@ -23,7 +23,7 @@ from p3o_jax import hlo, sharding
 from p3o_jax.config import Config
 from p3o_jax.models.flops import forward_flops, update_flops
 from p3o_jax.rollouts import make_batch
-from p3o_jax.train import Trainer
+from p3o_jax.trainer import Trainer
 from p3o_jax.types import Batch, Rollout
 
 GIB = 2**30

@@ -22,9 +22,10 @@ from p3o_jax.config import Config
 from p3o_jax.models.transformer import TransformerConfig
 from p3o_jax.optimizer import OptimizerConfig
 from p3o_jax.rollouts import make_batch
-from p3o_jax.sharding import MeshShape, to_global
+from p3o_jax.sharding import MeshShape
 from p3o_jax.tasks import SortDigits
-from p3o_jax.train import Trainer, train
+from p3o_jax.train import train
+from p3o_jax.trainer import Trainer
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ CONFIG = Config(
     num_steps=4,
     evaluate_every=2,
     evaluation_prompts=11,  # not a multiple of the batch of 8
-    evaluation_samples=1,
+    evaluation_samples=4,  # as many as in training, so that one program serves both
     save_every=2,
     write_rollouts_every=1,
 )
@@ -81,10 +82,10 @@ def skipped_for_one_row() -> dict[str, bool]:
     batch = make_batch(rollout, np.ones(len(rollout.tokens), np.float32), learner_temperature=1.0, step=0)
     if jax.process_index() == jax.process_count() - 1:
         bad = batch.behaviour_log_probs.copy()
-        bad[-1] = np.nan
+        bad[0] = np.nan
         batch = batch._replace(behaviour_log_probs=bad)
     before = [np.asarray(shard.data) for leaf in jax.tree.leaves(state.params) for shard in leaf.addressable_shards]
-    state, _ = trainer.learner.update(state, to_global(batch, trainer.mesh))
+    state, _ = trainer.learner.update(state, trainer.minibatches(batch)[0])
     after = [np.asarray(shard.data) for leaf in jax.tree.leaves(state.params) for shard in leaf.addressable_shards]
     return {
         "skipped": int(state.num_skipped) == 1 and int(state.num_updates) == 0,

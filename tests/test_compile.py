@@ -17,7 +17,7 @@ from experiments.shapes import VARIANTS
 from p3o_jax.compile import abstract_batch, device_bytes, report
 from p3o_jax.objectives import P4O
 from p3o_jax.sharding import MeshShape
-from p3o_jax.train import Trainer
+from p3o_jax.trainer import Trainer
 
 SMALL = replace(
     p3o(),

@@ -1,0 +1,221 @@
+"""The parts of a run, each as the loop calls it: one method a part."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from p3o_jax import metrics as metrics_lib
+from p3o_jax import sharding
+from p3o_jax.checkpoint import Checkpoints
+from p3o_jax.config import Config, validate
+from p3o_jax.evaluate import evaluate
+from p3o_jax.learner import Learner, TrainState
+from p3o_jax.models import lora
+from p3o_jax.nonfinite import nonfinite_rows
+from p3o_jax.objectives import Reinforce
+from p3o_jax.packing import pack
+from p3o_jax.processes import row_part
+from p3o_jax.prompts import evaluation_prompts
+from p3o_jax.rollouts import PolicyRing, local_prompts, minibatches
+from p3o_jax.sampler import Sampler, SamplingLimits
+from p3o_jax.tasks.base import Prompt
+from p3o_jax.types import Batch, Rollout
+from p3o_jax.warm_start import demonstrations
+
+_logger = logging.getLogger(__name__)
+
+
+class Trainer:
+    """The parts of the loop, each as the loop calls it."""
+
+    def __init__(self, config: Config, devices: Sequence[jax.Device] | None = None):
+        self.config, self.task = config, config.task
+        self.mesh = sharding.make_mesh(config.mesh, devices)
+        self.part, self.num_parts = row_part(self.mesh)
+        validate(config, batch_shards=sharding.num_batch_shards(self.mesh), num_processes=self.num_parts)
+        self.is_main = jax.process_index() == 0
+        self.evaluation_set = evaluation_prompts(self.task, config.evaluation_prompts)
+        tokenizer = self.task.tokenizer
+        limits = SamplingLimits(self.task.max_prompt_tokens, self.task.max_response_tokens, tokenizer.eos_ids)
+        self.sampler = Sampler(config.model, tokenizer.vocab_size, limits, config.precision, self.mesh)
+        self.learner = Learner(
+            config.model,
+            tokenizer.vocab_size,
+            config.objective,
+            config.optimizer,
+            self.mesh,
+            num_updates=config.num_updates,
+            micro_batches=config.micro_batches,
+            support_tokens=config.support_tokens,
+        )
+        self._advantages = jax.jit(config.advantages)
+        self._key = jax.random.key(config.seed)
+
+    def key(self, purpose: int, step: int = 0) -> jax.Array:
+        """The root of the random numbers of one purpose at one step."""
+        return jax.random.fold_in(jax.random.fold_in(self._key, purpose), step)
+
+    def start(self) -> tuple[int, TrainState, PolicyRing]:
+        """Random parameters, after the supervised warm start if there is one."""
+        state = self.learner.init(self.key(_INIT))
+        warm_start = self.config.warm_start
+        if warm_start is not None:
+            teacher = Learner(
+                replace(self.config.model, lora=None),  # every weight
+                self.task.tokenizer.vocab_size,
+                Reinforce(),
+                warm_start.optimizer,
+                self.mesh,
+                num_updates=warm_start.num_steps,
+            )
+            if self.is_main:
+                print(f"warm start: {warm_start.num_steps} supervised updates", flush=True)
+            taught = teacher.init_from(lora.without_adapters(state.params))
+            processes = {"num_processes": self.num_parts, "process": self.part}
+            for batch in demonstrations(self.task, warm_start, self.config.seed, **processes):
+                taught, _ = teacher.update(taught, sharding.to_global(batch, self.mesh))
+            state = self.learner.init_from(lora.with_weights(state.params, taught.params))
+        return 0, state, PolicyRing(self.config.staleness, {0: self.remember(state)})
+
+    def restore(self, checkpoints: Checkpoints) -> tuple[int, TrainState, PolicyRing]:
+        """The newest checkpoint, or the start if the run was interrupted before its first."""
+        step = checkpoints.latest_step()
+        if step is None:
+            return self.start()
+        abstract = self.learner.abstract_state()
+        remembered = {"sampler": self.sampler.abstract_weights()}
+        if self.remembers_params:
+            remembered["learner"] = lora.split(abstract.params)[0]
+        state, past = checkpoints.restore(step, abstract, remembered)
+        return step, state, PolicyRing(self.config.staleness, past)
+
+    @property
+    def remembers_params(self) -> bool:
+        """Whether a snapshot is wanted of parameters that the learner no longer has."""
+        return self.config.objective.snapshot == "rollout" and self.config.staleness > 0
+
+    def remember(self, state: TrainState) -> dict[str, Any]:
+        """What is kept of a policy until it is too old to sample: the sampler's weights, and, for a snapshot of the
+        parameters that sampled, what the learner trains, at full precision and sharded as it is: another 4 bytes a
+        trained parameter for each of the `staleness` + 1 versions. Without staleness the learner still has them."""
+        remembered = {"sampler": self.sampler.synchronise(state.params)}
+        if self.remembers_params:
+            remembered["learner"] = jax.tree.map(jnp.copy, lora.split(state.params)[0])
+        return remembered
+
+    def local(self, prompts: Sequence[Prompt]) -> Sequence[Prompt]:
+        """This process's part of a step's prompts."""
+        return local_prompts(prompts, self.num_parts, self.part)
+
+    def sample(self, ring: PolicyRing, prompts: Sequence[Prompt], step: int) -> Rollout:
+        """A group of responses to each prompt, by the policy of `staleness` steps ago; on the host."""
+        version, remembered = ring.behaviour
+        rollout = self.sampler(
+            remembered["sampler"],
+            [self.task.tokenizer.encode(prompt.text) for prompt in prompts],
+            [prompt.index for prompt in prompts],
+            key=self.key(_TRAIN, step),
+            num_samples=self.config.samples_per_prompt,
+            temperature=self.config.sampler_temperature,
+            policy_version=version,
+            support=self.sampler_support,
+        )
+        return sharding.to_local(rollout)
+
+    @property
+    def sampler_support(self) -> int | str | None:
+        """What the objective needs of the distributions that are sampled from."""
+        objective = self.config.objective
+        if objective.support not in ("behaviour", "both"):
+            return None
+        return "exact" if objective.support_form == "exact" else self.config.support_tokens
+
+    def advantages(self, rewards: np.ndarray, group: np.ndarray) -> np.ndarray:
+        """Advantages of this process's rows; batch statistics are over all processes' rows."""
+        return sharding.to_local(self._advantages(*sharding.to_global((rewards, group), self.mesh)))
+
+    def learn(
+        self, state: TrainState, batch: Batch, group: np.ndarray, sampled_by: dict[str, Any]
+    ) -> tuple[TrainState, dict[str, Any]]:
+        """One optimizer update a minibatch, epoch after epoch; nothing waits for the device in between.
+
+        Args:
+            state: the learner's.
+            batch: this process's rows of the step.
+            group: the prompt of each row.
+            sampled_by: what is remembered of the policy that sampled.
+
+        Raises:
+            FloatingPointError: too many updates in a row were not finite.
+        """
+        config, snapshot, of_updates = self.config, self.learner.snapshot, []
+        parts = self.minibatches(batch)
+        if config.objective.snapshot == "rollout":
+            trained, kept = lora.split(state.params)
+            params = lora.join(sampled_by.get("learner", trained), kept)
+            parts = [snapshot(params, part) for part in parts]
+        for _ in range(config.epochs):
+            of_epoch = parts
+            if config.objective.snapshot == "epoch" and len(parts) > 1:  # the learner takes that of a single one itself
+                of_epoch = [snapshot(state.params, part) for part in parts]
+            for part in of_epoch:
+                state, metrics = self.learner.update(state, part)
+                of_updates.append(metrics)
+        metrics, in_a_row = jax.device_get((_merge(of_updates), state.num_skipped_in_a_row))
+        if metrics["optim/skipped_updates"]:
+            found = nonfinite_rows(
+                lambda part: self.learner.log_probs(state.params, part)[0], batch, group, config.minibatches, self.mesh
+            )
+            message = f"{metrics['policy/nonfinite_log_ratio']:.0f} log-ratios in the last step; {found}"
+            if in_a_row >= config.max_skipped_updates:
+                raise FloatingPointError(
+                    f"{in_a_row} updates in a row had a loss, gradient or log-ratio that is not finite ({message}); "
+                    "the parameters are those before them"
+                )
+            if self.is_main:
+                _logger.warning("%d updates skipped: %s", metrics["optim/skipped_updates"], message)
+        return state, metrics
+
+    def minibatches(self, batch: Batch) -> list[Batch]:
+        """A step's optimizer batches, packed, on the devices."""
+        config = self.config
+        parts = list(minibatches(batch, config.minibatches, 1, config.samples_per_prompt))
+        if config.pack and config.objective.statistics_scope != "micro_batch":
+            shards = sharding.num_batch_shards(self.mesh) // self.num_parts
+            parts = pack(parts, shards * config.micro_batches)
+        return [sharding.to_global(part, self.mesh) for part in parts]
+
+    def evaluate(self, weights: Any) -> dict[str, float]:
+        """Metrics of an evaluation; none if evaluations are off."""
+        if not self.config.evaluate_every:
+            return {}
+        result = evaluate(
+            self.sampler,
+            weights,
+            self.task,
+            self.evaluation_set,
+            key=self.key(_EVALUATION),
+            num_samples=self.config.evaluation_samples,
+            prompts_per_batch=self.config.prompts_per_step,
+        )
+        prefix = f"eval/{self.task.name}"
+        names = {"pass_at_1": "pass@1"}
+        return {f"{prefix}/{names.get(name, name)}": value for name, value in result._asdict().items()}
+
+
+# What a random key is for; folded into the seed.
+_INIT, _TRAIN, _EVALUATION = range(3)
+
+
+@jax.jit
+def _merge(of_updates: list[dict[str, Any]]) -> dict[str, Any]:
+    """The logged values of a step: its updates' metrics, merged by type."""
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *of_updates)
+    return metrics_lib.values(metrics_lib.fold(stacked))

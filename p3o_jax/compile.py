@@ -21,6 +21,7 @@ from jax.sharding import NamedSharding
 
 from p3o_jax import hlo, sharding
 from p3o_jax.config import Config
+from p3o_jax.models import lora
 from p3o_jax.models.flops import forward_flops, update_flops
 from p3o_jax.rollouts import make_batch
 from p3o_jax.trainer import Trainer
@@ -124,7 +125,7 @@ def report(config: Config, devices: Sequence[jax.Device]) -> Iterator[str]:
     state, batch = trainer.learner.abstract_state(), abstract_batch(trainer)
     remembered = (config.staleness + 1) * device_bytes(trainer.sampler.abstract_weights())
     if trainer.remembers_params:
-        remembered += (config.staleness + 1) * device_bytes(state.params)
+        remembered += (config.staleness + 1) * device_bytes(lora.split(state.params)[0])
     rows, tokens = batch.mask.shape
     yield ""
     yield f"update: {rows} rows x {tokens} tokens, {config.micro_batches} micro-batches"

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from p3o_jax import config as config_lib
-from p3o_jax import train as train_module
+from p3o_jax import trainer as trainer_module
 from p3o_jax.config import Config
 from p3o_jax.models.transformer import TransformerConfig
 from p3o_jax.objectives import P3O, P4O, DecoupledPpo, Grpo, Gspo, P3OSnapshot
@@ -246,8 +246,8 @@ def test_objectives_are_given_what_they_ask_for(tmp_path, objective, minibatches
 def test_a_run_does_not_depend_on_packing(tmp_path, monkeypatch):
     """Responses from 1 to 30 tokens, of which several fit into a row; the same updates, in fewer rows."""
     shapes = []
-    packing = train_module.pack
-    monkeypatch.setattr(train_module, "pack", lambda *a: shapes.append(packing(*a)) or shapes[-1])
+    packing = trainer_module.pack
+    monkeypatch.setattr(trainer_module, "pack", lambda *a: shapes.append(packing(*a)) or shapes[-1])
     config = replace(SMALL, task=Rambling(length=3), objective=Gspo(), num_steps=2, evaluate_every=0)
     packed, padded = run(tmp_path / "packed", config), run(tmp_path / "padded", replace(config, pack=False))
     assert [len(parts) for parts in shapes] == [2, 2]
@@ -264,7 +264,7 @@ def test_what_is_in_a_micro_batch_is_not_changed_where_it_matters():
     numbers, ids = np.zeros(mask.shape, np.float32), np.zeros(mask.shape, np.int32)
     batch = Batch(mask, numbers, numbers, inputs=Inputs(ids, ids, ids, numbers))
     for objective, rows in ((P3O(), 2), (P3O(ess_scope="micro_batch"), 16)):
-        trainer = train_module.Trainer(replace(SMALL, objective=objective), jax.devices()[:1])
+        trainer = trainer_module.Trainer(replace(SMALL, objective=objective), jax.devices()[:1])
         assert [part.mask.shape for part in trainer.minibatches(batch)] == [(rows, 8)] * 2
 
 

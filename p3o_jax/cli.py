@@ -60,7 +60,8 @@ def run_experiment(name: str, description: str, variants: Mapping[str, Config]) 
     if jax.process_index() == 0:
         logdir = Path(os.path.commonpath([run_dir.absolute() for run_dir in run_dirs.values()]))
         print(f"\n{summary(run_dirs, seconds)}\n")
-        print(f"Curves: {Path(sys.executable).parent / 'tensorboard'} --logdir {os.path.relpath(logdir)}")
+        tensorboard = os.path.relpath(Path(sys.executable).parent / "tensorboard")
+        print(f"Curves: {tensorboard} --logdir {os.path.relpath(logdir)}")
 
 
 def parse(name: str, description: str, variants: Mapping[str, Config], arguments: Sequence[str]) -> dict[str, Run]:

@@ -12,6 +12,11 @@ import orbax.checkpoint as ocp
 State = TypeVar("State")
 
 
+def newest_step(directory: Path) -> int:
+    """The step of the newest complete checkpoint in a directory, which need not exist; 0 if there is none."""
+    return max((int(path.name) for path in directory.glob("*") if path.name.isdigit()), default=0)
+
+
 class Checkpoints:
     """The checkpoints of a run; the newest two are kept.
 

@@ -39,7 +39,7 @@ class Run:
 def run_experiment(name: str, description: str, variants: Mapping[str, Config]) -> None:
     """`python -m experiments.NAME [VARIANT] [--overrides]`; without a variant, all of them, one after another.
 
-    Exits with status 2 and one line if the command line or the configuration is wrong.
+    Exits with one line and status 1 or, if it is the command line that is wrong, 2.
     """
     arguments = sys.argv[1:]
     try:
@@ -55,8 +55,12 @@ def run_experiment(name: str, description: str, variants: Mapping[str, Config]) 
             command = [sys.executable, "-m", f"experiments.{name}", *arguments]
             train(run.config, run_dirs[variant], resume=run.resume, argv=command)
             seconds[variant] = time.perf_counter() - started
-    except (ValueError, FileExistsError, FileNotFoundError, ImportError, FloatingPointError, ElsewhereError) as error:
+    except (ValueError, OSError, ImportError, FloatingPointError, ElsewhereError) as error:
         sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        sys.exit(
+            "interrupted; the same command with --resume and the run's --run-dir continues from its last checkpoint"
+        )
     if jax.process_index() == 0:
         logdir = Path(os.path.commonpath([run_dir.absolute() for run_dir in run_dirs.values()]))
         print(f"\n{summary(run_dirs, seconds)}\n")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import json
+import math
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +17,7 @@ from cattrs.errors import ForbiddenExtraKeysError
 from cattrs.strategies import configure_union_passthrough
 from cattrs.v import format_exception
 
-from p3o_jax.advantages import Advantages, GroupZScore
+from p3o_jax.advantages import Advantages, BatchWhitening, GroupZScore
 from p3o_jax.models.transformer import TransformerConfig
 from p3o_jax.objectives import P3O, Aggregation, Objective
 from p3o_jax.optimizer import OptimizerConfig
@@ -99,8 +101,20 @@ class Config:
                 raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
         for name in ("sampler_temperature", "learner_temperature"):
             temperature = getattr(self, name)
-            if temperature is not None and not temperature > 0:
-                raise ValueError(f"{name} must be positive, got {temperature}")
+            if temperature is not None and not (math.isfinite(temperature) and temperature > 0):
+                raise ValueError(f"{name} must be positive and finite, got {temperature}")
+        if self.seed >= 2**32:
+            raise ValueError(f"seed must be below 2**32, got {self.seed}")
+        if self.objective.reference_kl_coefficient > 0:
+            raise ValueError(
+                f"objective.reference_kl_coefficient={self.objective.reference_kl_coefficient}: a run keeps no frozen "
+                "reference policy; give 0 (the term is for objective_loss, with reference_log_probs)"
+            )
+        if self.samples_per_prompt == 1 and not isinstance(self.advantages, BatchWhitening):
+            raise ValueError(
+                f"samples_per_prompt=1: with {type(self.advantages).__name__}, which compares the samples of a prompt, "
+                "every advantage would be 0; give at least 2, or advantages=BatchWhitening()"
+            )
 
     @property
     def num_updates(self) -> int:
@@ -136,6 +150,10 @@ def validate(config: Config, *, batch_shards: int, num_processes: int) -> None:
         )
     if c.prompts_per_step % batch_shards:
         raise ValueError(f"prompts_per_step={c.prompts_per_step} does not divide over {batch_shards} devices")
+    if c.warm_start is not None and c.warm_start.rows_per_step % batch_shards:
+        raise ValueError(
+            f"warm_start.rows_per_step={c.warm_start.rows_per_step} does not divide over {batch_shards} devices"
+        )
     tokens = c.task.max_prompt_tokens + c.task.max_response_tokens
     if tokens > c.model.context_tokens:
         raise ValueError(
@@ -170,8 +188,11 @@ def _make_converter() -> cattrs.Converter:
 
     def unstructure(value: Any) -> dict[str, Any]:
         cls = type(value)
+        module = cls.__module__
+        if module == "__main__":  # an experiment that defines it, run by `python -m`
+            module = getattr(sys.modules[module].__spec__, "name", module)
         fields = cattrs.gen.make_dict_unstructure_fn(cls, converter)(value)
-        return {_CLASS: f"{cls.__module__}:{cls.__qualname__}", **fields}
+        return {_CLASS: f"{module}:{cls.__qualname__}", **fields}
 
     def structure(data: Any, _: Any) -> Any:
         fields = dict(data)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -40,12 +41,14 @@ class OptimizerConfig:
     """What the moments are kept in between updates; bfloat16 takes half the memory, and rounds them."""
 
     def __post_init__(self) -> None:
-        if self.learning_rate < 0:
-            raise ValueError(f"optimizer.learning_rate must not be negative, got {self.learning_rate}")
+        for name in ("learning_rate", "epsilon", "weight_decay"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value >= 0):
+                raise ValueError(f"optimizer.{name} must be a finite number and not negative, got {value}")
         if self.warmup_updates < 0:
             raise ValueError(f"optimizer.warmup_updates must not be negative, got {self.warmup_updates}")
-        if not self.clip_norm > 0:
-            raise ValueError(f"optimizer.clip_norm must be positive, got {self.clip_norm}")
+        if not (math.isfinite(self.clip_norm) and self.clip_norm > 0):
+            raise ValueError(f"optimizer.clip_norm must be a finite number above 0, got {self.clip_norm}")
         for name in ("beta1", "beta2"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"optimizer.{name} must be in [0, 1), got {getattr(self, name)}")

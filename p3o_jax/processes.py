@@ -90,7 +90,7 @@ def row_part(mesh: Mesh) -> tuple[int, int]:
 def of_first_process(values: np.ndarray, mesh: Mesh) -> np.ndarray:
     """Host values of the first of the processes that feed the same rows, on all of them.
 
-    For what hosts compute alike but need not agree on to the last bit, such as rewards with a time limit.
+    For what hosts compute alike but need not agree on to the last bit, such as rewards.
     """
     part, num_parts = row_part(mesh)
     if num_parts == jax.process_count():

@@ -106,6 +106,7 @@ class RunDirectory:
             )
 
     def _record(self, config: Mapping[str, Any], argv: Sequence[str]) -> None:
+        as_json = json.dumps(config, indent=2, allow_nan=False) + "\n"  # before anything is written
         self.path.mkdir(parents=True, exist_ok=True)
         with open(self.path / "command.txt", "a") as file:
             file.write(shlex.join(argv) + "\n")
@@ -113,7 +114,7 @@ class RunDirectory:
         starts = json.loads(starts_path.read_text()) if starts_path.exists() else []
         write_atomically(starts_path, json.dumps([*starts, environment()], indent=2) + "\n")
         # Last: a directory with a config.json is a run.
-        write_atomically(self.path / "config.json", json.dumps(config, indent=2, allow_nan=False) + "\n")
+        write_atomically(self.path / "config.json", as_json)
 
 
 _ABSENT = "absent"

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import jax
 
-from p3o_jax.checkpoint import Checkpoints
+from p3o_jax.checkpoint import Checkpoints, newest_step
 from p3o_jax.config import Config, to_json
 from p3o_jax.processes import all_rows, fail_together, of_first_process
 from p3o_jax.prompts import prompt_batches
 from p3o_jax.rollouts import make_batch, readable, rollout_metrics, score
-from p3o_jax.run_directory import RunDirectory
+from p3o_jax.run_directory import MAY_DIFFER, RunDirectory
 from p3o_jax.stopwatch import Stopwatch
 from p3o_jax.trainer import Trainer
 from p3o_jax.writers import Progress, Writer
@@ -44,8 +44,14 @@ def train(
         FloatingPointError: too many updates in a row were not finite.
     """
     trainer = Trainer(config, devices)
+    made = newest_step(RunDirectory(run_dir).checkpoints) if resume else 0
+    if made > config.num_steps:
+        raise ValueError(f"{run_dir} has already made {made} steps, more than num_steps={config.num_steps}")
+    # The steps of a run may change only where its learning rates do not hang on them.
+    fixed = set() if config.optimizer.decay == "constant" else {"num_steps"}
+    may_differ = [name for name in MAY_DIFFER if name not in fixed]
     with fail_together():  # only process 0 looks into the directory
-        directory = RunDirectory.open(run_dir, to_json(config), argv, resume=resume)
+        directory = RunDirectory.open(run_dir, to_json(config), argv, resume=resume, may_differ=may_differ)
     with (
         Checkpoints(directory.checkpoints) as checkpoints,
         Writer(directory.path, enabled=trainer.is_main) as writer,

@@ -43,6 +43,13 @@ class Trainer:
         self.is_main = jax.process_index() == 0
         self.evaluation_set = evaluation_prompts(self.task, config.evaluation_prompts)
         tokenizer = self.task.tokenizer
+        for prompt in self.evaluation_set:  # what the tokenizer or the limits refuse is refused before anything runs
+            length = len(tokenizer.encode(prompt.text))
+            if length > self.task.max_prompt_tokens:
+                raise ValueError(
+                    f"evaluation prompt {prompt.index} has {length} tokens, more than the task's "
+                    f"{self.task.max_prompt_tokens}"
+                )
         limits = SamplingLimits(self.task.max_prompt_tokens, self.task.max_response_tokens, tokenizer.eos_ids)
         self.sampler = Sampler(config.model, tokenizer.vocab_size, limits, config.precision, self.mesh)
         self.learner = Learner(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -81,6 +83,10 @@ def test_a_damaged_config_is_refused_by_field(change, message):
         ({"samples_per_prompt": 0}, "samples_per_prompt must be at least 1"),
         ({"sampler_temperature": 0.0}, "sampler_temperature must be positive"),
         ({"learner_temperature": -1.0}, "learner_temperature must be positive"),
+        ({"learner_temperature": float("inf")}, "learner_temperature must be positive and finite"),
+        ({"seed": 2**32}, r"seed must be below 2\*\*32"),
+        ({"objective": P3O(reference_kl_coefficient=0.1)}, "objective.reference_kl_coefficient=0.1: a run keeps no"),
+        ({"samples_per_prompt": 1}, "samples_per_prompt=1: with GroupZScore"),
     ],
 )
 def test_impossible_values_are_refused(change, message):
@@ -95,6 +101,7 @@ def test_impossible_values_are_refused(change, message):
         ({"samples_per_prompt": 3, "minibatches": 16}, "= 6 rows does not divide over 8 devices"),
         ({"prompts_per_step": 12, "minibatches": 1, "samples_per_prompt": 8}, "does not divide over 8 devices"),
         ({"micro_batches": 7}, "micro_batches=7"),
+        ({"warm_start": WarmStart(rows_per_step=12)}, "warm_start.rows_per_step=12 does not divide over 8 devices"),
         ({"model": TransformerConfig(context_tokens=16)}, "exceed model.context_tokens=16"),
         ({"model": TransformerConfig(num_heads=6, num_kv_heads=6), "mesh": MeshShape(tensor=4)}, "model.num_heads=6"),
         ({"model": TransformerConfig(embed_dim=30), "mesh": MeshShape(fsdp=4)}, "model.embed_dim=30"),
@@ -107,6 +114,13 @@ def test_what_does_not_fit_the_devices_or_the_task_is_refused(change, message):
 
 def test_the_default_fits():
     validate(Config(), batch_shards=8, num_processes=2)
+
+
+def test_a_class_of_the_program_itself_is_stored_by_its_module(monkeypatch):
+    """`python -m experiments.mine` calls its module __main__, which nobody else can import."""
+    monkeypatch.setattr(MyObjective, "__module__", "__main__")
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", SimpleNamespace(name="experiments.mine"))
+    assert to_json(RICH)["objective"]["class"] == "experiments.mine:MyObjective"
 
 
 def test_objective_names_are_classes():

@@ -83,7 +83,7 @@ def test_bfloat16_moments_decay():
         ({"moment_dtype": "bfloat16", "beta2": 0.999}, "would never decay"),
         ({"moment_dtype": "float16"}, "float32 or bfloat16"),
         ({"beta1": 1.0}, r"optimizer.beta1 must be in \[0, 1\)"),
-        ({"clip_norm": 0.0}, "optimizer.clip_norm must be positive"),
+        ({"clip_norm": 0.0}, "optimizer.clip_norm must be a finite number above 0"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(fields, message):

@@ -190,6 +190,28 @@ def test_a_run_leaves_what_one_needs_to_read_it(tmp_path):
         run(path, replace(SMALL, optimizer=OptimizerConfig(learning_rate=0.1)), resume=True)
 
 
+def test_resuming_does_not_change_what_was_made(tmp_path):
+    """Fewer steps than were made, and another number of steps where the learning rates hang on it, are refused."""
+    decaying = replace(SMALL, optimizer=OptimizerConfig(learning_rate=1e-3, decay="linear"), num_steps=2)
+    path = tmp_path / "run"
+    run(path, decaying)
+    before = (path / "config.json").read_text()
+    with pytest.raises(ValueError, match="has already made 2 steps, more than num_steps=1"):
+        run(path, replace(decaying, num_steps=1), resume=True)
+    with pytest.raises(ValueError, match=r"num_steps \(was 2, now 4\)"):
+        run(path, replace(decaying, num_steps=4), resume=True)
+    assert (path / "config.json").read_text() == before
+
+
+def test_prompts_that_do_not_fit_are_refused_before_anything_runs(tmp_path):
+    class Long(SortDigits):
+        max_prompt_tokens = 2
+
+    with pytest.raises(ValueError, match="evaluation prompt 0 has 4 tokens, more than the task's 2"):
+        run(tmp_path / "run", replace(SMALL, task=Long(length=3)))
+    assert not (tmp_path / "run").exists()
+
+
 def test_updates_that_are_never_finite_end_the_run(tmp_path):
     with pytest.raises(
         FloatingPointError, match=r"updates in a row .* rows have log-probs that are not finite, of prompts \d+, "

@@ -73,7 +73,7 @@ class ReasoningGym(Task):
         return DrawnPrompts(_Draws(self, seed), split, self.num_prompts)
 
     def reward(self, prompt: Prompt, completion: str) -> float:
-        """The dataset's score.
+        """The dataset's score. There is no time limit: a verifier that evaluates an expression can take for ever.
 
         Raises:
             ValueError: the score is not a finite number.

@@ -59,14 +59,10 @@ def gradients(learner: Learner, batch: Batch):
 
 
 SPLITS = [
-    (None, 2),
     (None, 8),
-    (MeshShape(data=8), 1),
     (MeshShape(slice=2, data=2, tensor=2), 4),
     (MeshShape(data=1, fsdp=8), 2),
-    (MeshShape(data=2, fsdp=2, tensor=2), 1),
     (MeshShape(data=2, fsdp=2, tensor=2), 4),
-    (MeshShape(data=1, fsdp=4, tensor=2), 1),
 ]
 
 

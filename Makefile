@@ -20,7 +20,7 @@ quickstart: $(VENV)/.core
 	$(BIN)/python -m experiments.quickstart
 
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest -n auto --maxprocesses 8
+	$(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check

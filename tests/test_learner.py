@@ -61,7 +61,6 @@ def gradients(learner: Learner, batch: Batch):
 SPLITS = [
     (None, 8),
     (MeshShape(slice=2, data=2, tensor=2), 4),
-    (MeshShape(data=1, fsdp=8), 2),
     (MeshShape(data=2, fsdp=2, tensor=2), 4),
 ]
 

@@ -1,15 +1,16 @@
-# make quickstart | test | lint | format | constraints | clean. Needs a Python >= 3.11 (test and lint: and a C compiler).
+# make quickstart | test | test-long | lint | format | constraints | clean. Needs a Python >= 3.11 (test and lint: and a C compiler).
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP_INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test lint format constraints clean
+.PHONY: help quickstart test test-long lint format constraints clean
 
 help:
 	@echo "make quickstart   train a policy with P3O and with GRPO, in minutes, and compare them"
-	@echo "make test         run all tests"
+	@echo "make test         run the tests"
+	@echo "make test-long    the few that take minutes: kill a run again and again, look at the pages in a browser"
 	@echo "make lint         ruff, mypy, import contracts"
 	@echo "make format       repair style"
 	@echo "make constraints  resolve the newest versions within pyproject.toml's bounds"
@@ -21,6 +22,9 @@ quickstart: $(VENV)/.core
 
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal
+
+test-long: $(VENV)/.dev
+	$(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal -m long
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check

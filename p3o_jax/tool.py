@@ -1,57 +1,36 @@
-"""`p3o`: the command line for models and runs, as `USAGE` says. Experiments are found in the working directory."""
+"""`p3o`: the command line for models and runs. Its verbs are the modules of `p3o_jax.commands`."""
 
 from __future__ import annotations
 
-import argparse
 import importlib
-import os
+import pkgutil
 import sys
 
-import jax
+from p3o_jax import commands
 
-USAGE = "usage: p3o compile EXPERIMENT [VARIANT] --topology v5p:4x4x4 [--num-slices 2] [--overrides]"
+
+def usage() -> str:
+    """Every verb, with the first line of its module."""
+    names = [module.name for module in pkgutil.iter_modules(commands.__path__)]
+    about = {name: importlib.import_module(f"{commands.__name__}.{name}").__doc__.splitlines()[0] for name in names}
+    verbs = "\n".join(f"  {name:9} {line}" for name, line in about.items())
+    return f"usage: p3o VERB ...\n\n{verbs}\n\np3o VERB --help says what a verb takes."
 
 
 def main() -> None:
     """Entry of `p3o`; exits with one line if it cannot do what it is asked."""
-    command, *arguments = sys.argv[1:] or ["--help"]
-    if command in ("-h", "--help"):
-        print(USAGE)
+    verb, *arguments = sys.argv[1:] or ["--help"]
+    if verb in ("-h", "--help"):
+        print(usage())
         return
-    if command != "compile":
-        sys.exit(f"error: unknown command {command!r}\n{USAGE}")
+    if verb not in [module.name for module in pkgutil.iter_modules(commands.__path__)]:
+        sys.exit(f"error: unknown verb {verb!r}\n{usage()}")
     try:
-        compile_experiment(arguments)
-    except (ValueError, ImportError) as error:
+        importlib.import_module(f"{commands.__name__}.{verb}").run(arguments)
+    except (ValueError, OSError, ImportError, FloatingPointError) as error:
         sys.exit(f"error: {error}")
-
-
-def compile_experiment(arguments: list[str]) -> None:
-    """Prints, for each variant asked for, what its programs need on a topology; exits with 1 if one does not fit."""
-    from p3o_jax import compile as compile_lib
-    from p3o_jax.cli import parse
-
-    options = argparse.ArgumentParser(prog="p3o compile", usage=USAGE.removeprefix("usage: "))
-    options.add_argument("experiment", help="a module of experiments/, such as quickstart or shapes")
-    options.add_argument("--topology", required=True, help="such as v5e:4x4, v5p:4x4x4, v6e:16x16, tpu7x:2x2x1")
-    options.add_argument("--num-slices", type=int, default=1, help="slices of that topology, joined by a network")
-    chosen, rest = options.parse_known_args(arguments)
-
-    # The real device is the CPU, whatever this machine has; the described ones are only compiled for.
-    jax.config.update("jax_platforms", "cpu")
-    sys.path.insert(0, os.getcwd())
-    module = importlib.import_module(f"experiments.{chosen.experiment}")
-    runs = parse(chosen.experiment, module.__doc__.splitlines()[0], module.VARIANTS, rest)
-    devices = compile_lib.topology(chosen.topology, chosen.num_slices)
-    fits = True
-    for variant, run in runs.items():
-        print(f"{chosen.experiment} {variant} on {chosen.num_slices} x {chosen.topology}")
-        for line in compile_lib.report(run.config, devices):
-            print(line, flush=True)
-            fits &= "does not fit" not in line
-        print()
-    if not fits:
-        sys.exit(1)
+    except KeyboardInterrupt:
+        sys.exit("interrupted")
 
 
 if __name__ == "__main__":

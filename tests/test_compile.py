@@ -85,7 +85,7 @@ def p3o_command(*arguments: str) -> subprocess.CompletedProcess:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["paint"], "unknown command 'paint'"),
+        (["paint"], "unknown verb 'paint'"),
         (["compile", "nothing", "--topology", "v5e:2x2"], "No module named 'experiments.nothing'"),
         (["compile", "quickstart", "ppo", "--topology", "v5e:2x2"], "unknown variant 'ppo'"),
         (["compile", "quickstart", "p3o", "--topology", "v5e:nonsense"], "no topology 'v5e:nonsense'"),

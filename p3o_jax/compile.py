@@ -10,7 +10,6 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
@@ -20,6 +19,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from p3o_jax import hlo, sharding
+from p3o_jax.chips import CHIPS, Chip
 from p3o_jax.config import Config
 from p3o_jax.models import lora
 from p3o_jax.models.flops import forward_flops, update_flops
@@ -28,23 +28,6 @@ from p3o_jax.trainer import Trainer
 from p3o_jax.types import Batch, Rollout
 
 GIB = 2**30
-
-
-@dataclass(frozen=True)
-class Chip:
-    """What one device of a topology has, by its manufacturer (cloud.google.com/tpu/docs, system architecture)."""
-
-    memory_gib: float  # of HBM, as stated; XLA keeps a little for itself
-    peak_flops: float  # bfloat16, per second
-
-
-CHIPS = {
-    "TPU v5 lite": Chip(16, 197e12),
-    "TPU v5": Chip(95, 459e12),
-    "TPU v5p": Chip(95, 459e12),
-    "TPU v6 lite": Chip(32, 918e12),
-    "TPU7x": Chip(96, 1153.5e12),  # one of a chip's two devices
-}
 
 
 def topology(name: str, num_slices: int = 1) -> list[jax.Device]:

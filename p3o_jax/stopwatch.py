@@ -1,28 +1,87 @@
-"""How long the phases of a step take."""
+"""The phases of a step: how long each takes, and its name in a profile."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 
+import jax
+import numpy as np
+
+from p3o_jax.chips import CHIPS
+from p3o_jax.models.flops import forward_flops
+from p3o_jax.models.transformer import TransformerConfig
 from p3o_jax.types import Rollout
 
 
 class Stopwatch:
-    """Seconds of the phases of a step."""
+    """A step and its phases, one after another; `phase` is the one that runs now.
 
-    def __init__(self) -> None:
-        self._last = time.perf_counter()
+    In a profile the step and each phase are spans of the host's timeline, by these names. What a device still has to do
+    when a phase ends falls into the phase that waits for it.
+    """
+
+    def __init__(self, step: int, phase: str):
         self.seconds: dict[str, float] = {}
+        self._step = jax.profiler.StepTraceAnnotation("step", step_num=step)
+        self._step.__enter__()
+        self._start(phase)
 
-    def lap(self, phase: str) -> None:
-        """Ends a phase."""
-        now = time.perf_counter()
-        self.seconds[phase], self._last = now - self._last, now
+    def begin(self, phase: str) -> None:
+        """Ends the phase that runs and begins the next; one that comes again adds to its time."""
+        self._stop()
+        self._start(phase)
 
-    def metrics(self, rollout: Rollout, epochs: int) -> dict[str, float]:
-        """Phase times, and response tokens a second on this process."""
-        tokens = int(rollout.response_length.sum())
-        return {f"time/{phase}_seconds": seconds for phase, seconds in self.seconds.items()} | {
-            "time/sampler_tokens_per_second": tokens / self.seconds["sample"],
-            "time/learner_tokens_per_second": tokens * epochs / self.seconds["learn"],
-        }
+    def end(self) -> None:
+        """Ends the last phase, and the step."""
+        self._stop()
+        self._step.__exit__(None, None, None)
+
+    def _start(self, phase: str) -> None:
+        self.phase = phase
+        self._span = jax.profiler.TraceAnnotation(phase)
+        self._span.__enter__()
+        self._since = time.perf_counter()
+
+    def _stop(self) -> None:
+        self.seconds[self.phase] = self.seconds.get(self.phase, 0.0) + time.perf_counter() - self._since
+        self._span.__exit__(None, None, None)
+
+
+def speed(
+    seconds: Mapping[str, float],
+    rollout: Rollout,
+    *,
+    epochs: int,
+    model: TransformerConfig,
+    vocab_size: int,
+    num_devices: float,
+    device_kind: str,
+) -> dict[str, float]:
+    """What is logged of a step's time: seconds of each phase, response tokens a second, and the learner's MFU.
+
+    `time/mfu` is the learner's model FLOPs over what the devices could have done in the learning phase at their
+    bfloat16 peak (Chowdhery et al. 2022, arXiv:2204.02311, appendix B): forward and backward over the tokens there are,
+    padding, recomputation and further passes left out. It is absent where `device_kind` has no stated peak.
+
+    Args:
+        seconds: of the phases, `sample` and `learn` among them.
+        rollout: this process's rows.
+        epochs: passes of the learner over them.
+        num_devices: that these rows are shared by.
+    """
+    tokens = int(rollout.response_length.sum())
+    found = {f"time/{phase}_seconds": spent for phase, spent in seconds.items()} | {
+        "time/sampler_tokens_per_second": tokens / seconds["sample"],
+        "time/learner_tokens_per_second": tokens * epochs / seconds["learn"],
+    }
+    chip = CHIPS.get(device_kind)
+    if chip is not None:
+        predictions, rows = np.unique(rollout.prompt_length + rollout.response_length - 1, return_counts=True)
+        forward = sum(
+            forward_flops(model, vocab_size, int(count), int(tokens)).total
+            for tokens, count in zip(predictions, rows, strict=True)
+        )
+        flops = 3.0 * epochs * forward
+        found["time/mfu"] = flops / seconds["learn"] / (num_devices * chip.peak_flops)
+    return found

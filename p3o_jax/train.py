@@ -63,32 +63,34 @@ def train(
         last = writer.write(0, trainer.evaluate(ring.newest["sampler"])) if done == 0 else {}
 
         for step in range(done + 1, config.num_steps + 1):
-            clock = Stopwatch()
+            clock = Stopwatch(step, "sample")
             of_step = next(prompts)
             asked = trainer.local(of_step)
             rollout = trainer.sample(ring, asked, step)
-            clock.lap("sample")
+            clock.begin("score")
             with fail_together():
                 _, rewards = score(config.task, asked, rollout)
             rewards = of_first_process(rewards, trainer.mesh)
             advantages = trainer.advantages(rewards, rollout.group)
             with fail_together():
                 batch = make_batch(rollout, advantages, learner_temperature=config.learner_temperature, step=step - 1)
-            clock.lap("score")
+            clock.begin("learn")
             _, sampled_by = ring.behaviour
             state, metrics = trainer.learn(state, batch, rollout.group, sampled_by)
             ring.push(step, trainer.remember(state))
-            clock.lap("learn")
-
-            metrics |= rollout_metrics(rollout, rewards, step - 1) | clock.metrics(rollout, config.epochs)
+            clock.begin("evaluate")
             if config.is_due(step, config.evaluate_every):
                 metrics |= trainer.evaluate(ring.newest["sampler"])
+            clock.begin("write")
+            metrics |= rollout_metrics(rollout, rewards, step - 1) | trainer.speed(clock.seconds, rollout)
             last |= writer.write(step, metrics)
             progress.update(step, last)
             if config.is_due(step, config.write_rollouts_every):
                 of_all = all_rows((rollout._replace(support=None), rewards, advantages), trainer.mesh)
                 writer.rollouts(step, readable(of_step, of_all[0], of_all[1], of_all[2], config.task.tokenizer))
+            clock.begin("save")
             if config.is_due(step, config.save_every):
                 writer.flush()
                 checkpoints.save(step, state, ring.past)
+            clock.end()
     return last

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -25,6 +25,7 @@ from p3o_jax.processes import row_part
 from p3o_jax.prompts import evaluation_prompts
 from p3o_jax.rollouts import PolicyRing, local_prompts, minibatches
 from p3o_jax.sampler import Sampler, SamplingLimits
+from p3o_jax.stopwatch import speed
 from p3o_jax.tasks.base import Prompt
 from p3o_jax.types import Batch, Rollout
 from p3o_jax.warm_start import demonstrations
@@ -198,6 +199,18 @@ class Trainer:
             shards = sharding.num_batch_shards(self.mesh) // self.num_parts
             parts = pack(parts, shards * config.micro_batches)
         return [sharding.to_global(part, self.mesh) for part in parts]
+
+    def speed(self, seconds: Mapping[str, float], rollout: Rollout) -> dict[str, float]:
+        """What is logged of a step's time; this process's rows stand for those of all."""
+        return speed(
+            seconds,
+            rollout,
+            epochs=self.config.epochs,
+            model=self.config.model,
+            vocab_size=self.task.tokenizer.vocab_size,
+            num_devices=self.mesh.size / self.num_parts,
+            device_kind=self.mesh.devices.flat[0].device_kind,
+        )
 
     def evaluate(self, weights: Any) -> dict[str, float]:
         """Metrics of an evaluation; none if evaluations are off."""

@@ -1,7 +1,7 @@
 """The stream of prompts, and the evaluation set.
 
-A step's prompts are a pure function of (seed, step): resuming at a step needs no saved
-state, and no process holds a state that another number of processes could not restore.
+The stream is a pure function of (seed, position), the position a global example index: all
+that a checkpoint needs of it is that number, which any number of processes can restore.
 Every process makes the whole batch, since prompts are tiny, and takes its part of it.
 """
 
@@ -17,9 +17,9 @@ EVALUATION_SEED = 20_260_512  # a constant: all runs are evaluated on the same p
 
 
 def prompt_batches(
-    task: Task, seed: int, prompts_per_step: int, *, start_step: int = 0, split: Split = "train"
+    task: Task, seed: int, prompts_per_step: int, *, position: int = 0, split: Split = "train"
 ) -> Iterator[list[Prompt]]:
-    """The batches of steps `start_step`, `start_step` + 1, ..., without end; prefetched by threads.
+    """The stream from a position on, in batches, without end; prefetched by threads.
 
     Each pass over the task's prompts is in an order of its own; batches run on across passes, so none is partial.
     `Prompt.index` is the position in the stream, unique across passes.
@@ -28,19 +28,19 @@ def prompt_batches(
         task: where the prompts come from.
         seed: of prompts and order.
         prompts_per_step: size of a batch, over all processes.
-        start_step: steps already taken.
+        position: prompts of the stream already taken, over all processes.
         split: which prompts.
 
     Raises:
-        ValueError: `prompts_per_step` < 1 or `start_step` < 0.
+        ValueError: `prompts_per_step` < 1 or `position` < 0.
     """
-    if prompts_per_step < 1 or start_step < 0:
+    if prompts_per_step < 1 or position < 0:
         raise ValueError(
-            f"prompts_per_step must be at least 1 and start_step at least 0, got {prompts_per_step} and {start_step}"
+            f"prompts_per_step must be at least 1 and position at least 0, got {prompts_per_step} and {position}"
         )
     stream = _stream(task.prompts(split, seed), seed)
-    batches = stream.batch(prompts_per_step, batch_fn=list)
-    return iter(batches[start_step:].to_iter_dataset(grain.ReadOptions(num_threads=2, prefetch_buffer_size=4)))
+    batches = stream[position:].batch(prompts_per_step, batch_fn=list)
+    return iter(batches.to_iter_dataset(grain.ReadOptions(num_threads=2, prefetch_buffer_size=4)))
 
 
 def _stream(source: PromptSource, seed: int) -> grain.MapDataset:

@@ -57,14 +57,15 @@ def train(
         Writer(directory.path, enabled=trainer.is_main) as writer,
         Progress(config.num_steps, enabled=trainer.is_main) as progress,
     ):
-        done, state, ring = trainer.restore(checkpoints) if resume else trainer.start()
+        done, state, ring, loop = trainer.restore(checkpoints) if resume else trainer.start()
         writer.resume_at(done + 1 if done else 0)  # without a checkpoint, the evaluation at 0 is made again too
-        prompts = prompt_batches(config.task, config.seed, config.prompts_per_step, start_step=done)
+        prompts = prompt_batches(config.task, config.seed, config.prompts_per_step, position=loop["prompt_position"])
         last = writer.write(0, trainer.evaluate(ring.newest["sampler"])) if done == 0 else {}
 
         for step in range(done + 1, config.num_steps + 1):
             clock = Stopwatch(step, "sample")
             of_step = next(prompts)
+            loop["prompt_position"] += len(of_step)
             asked = trainer.local(of_step)
             rollout = trainer.sample(ring, asked, step)
             clock.begin("score")
@@ -91,6 +92,6 @@ def train(
             clock.begin("save")
             if config.is_due(step, config.save_every):
                 writer.flush()
-                checkpoints.save(step, state, ring.past)
+                checkpoints.save(step, state, ring.past, loop)
             clock.end()
     return last

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +31,17 @@ from p3o_jax.types import Batch, Rollout
 from p3o_jax.warm_start import demonstrations
 
 _logger = logging.getLogger(__name__)
+
+
+class RunState(NamedTuple):
+    """All that a run is made of between two steps, and hence what a checkpoint holds."""
+
+    step: int  # rollout steps made
+    state: TrainState
+    ring: PolicyRing
+    loop: dict[str, Any]
+    """What the loop holds on the host, as JSON values, the same on every process: `prompt_position`, the prompts of
+    the stream that were taken, over all processes."""
 
 
 class Trainer:
@@ -70,7 +81,7 @@ class Trainer:
         """The root of the random numbers of one purpose at one step."""
         return jax.random.fold_in(jax.random.fold_in(self._key, purpose), step)
 
-    def start(self) -> tuple[int, TrainState, PolicyRing]:
+    def start(self) -> RunState:
         """Random parameters, after the supervised warm start if there is one."""
         state = self.learner.init(self.key(_INIT))
         warm_start = self.config.warm_start
@@ -90,9 +101,10 @@ class Trainer:
             for batch in demonstrations(self.task, warm_start, self.config.seed, **processes):
                 taught, _ = teacher.update(taught, sharding.to_global(batch, self.mesh))
             state = self.learner.init_from(lora.with_weights(state.params, taught.params))
-        return 0, state, PolicyRing(self.config.staleness, {0: self.remember(state)})
+        ring = PolicyRing(self.config.staleness, {0: self.remember(state)})
+        return RunState(0, state, ring, {"prompt_position": 0})
 
-    def restore(self, checkpoints: Checkpoints) -> tuple[int, TrainState, PolicyRing]:
+    def restore(self, checkpoints: Checkpoints) -> RunState:
         """The newest checkpoint, or the start if the run was interrupted before its first."""
         step = checkpoints.latest_step()
         if step is None:
@@ -101,8 +113,8 @@ class Trainer:
         remembered = {"sampler": self.sampler.abstract_weights()}
         if self.remembers_params:
             remembered["learner"] = lora.split(abstract.params)[0]
-        state, past = checkpoints.restore(step, abstract, remembered)
-        return step, state, PolicyRing(self.config.staleness, past)
+        state, past, loop = checkpoints.restore(step, abstract, remembered)
+        return RunState(step, state, PolicyRing(self.config.staleness, past), loop)
 
     @property
     def remembers_params(self) -> bool:

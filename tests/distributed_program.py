@@ -76,7 +76,7 @@ def failure(function, *arguments, **options) -> str:
 def skipped_for_one_row() -> dict[str, bool]:
     """An update on a batch in which one row of the last process has a log-ratio that is not finite."""
     trainer = Trainer(CONFIG)
-    _, state, ring = trainer.start()
+    _, state, ring, _ = trainer.start()
     prompts = trainer.local(trainer.evaluation_set[:8])
     rollout = trainer.sample(ring, prompts, 1)
     batch = make_batch(rollout, np.ones(len(rollout.tokens), np.float32), learner_temperature=1.0, step=0)

@@ -43,7 +43,7 @@ def test_a_report_is_of_the_programs_that_run():
 
 def test_the_batch_is_the_one_that_a_run_makes():
     trainer = Trainer(SMALL, jax.devices())
-    _, state, ring = trainer.start()
+    _, state, ring, _ = trainer.start()
     prompts = trainer.evaluation_set[: SMALL.prompts_per_step]
     rollout = trainer.sample(ring, prompts, 1)
     from p3o_jax.rollouts import make_batch

@@ -48,15 +48,15 @@ def test_index_is_the_position_in_the_stream_and_unique_across_passes():
 @pytest.mark.parametrize("step", range(12))
 def test_resumed_stream_equals_the_uninterrupted_one(step):
     whole = first(prompt_batches(FewPrompts(), 3, 4), 16)
-    assert first(prompt_batches(FewPrompts(), 3, 4, start_step=step), 4) == whole[step : step + 4]
+    assert first(prompt_batches(FewPrompts(), 3, 4, position=4 * step), 4) == whole[step : step + 4]
 
 
 def test_resumed_stream_of_a_procedural_task_far_into_its_second_pass():
     task = SortDigits()
     length = len(task.prompts("train", 0))
     step = (length + 1000) // 32
-    resumed = next(prompt_batches(task, 0, 32, start_step=step))
-    previous, again = first(prompt_batches(task, 0, 32, start_step=step - 1), 2)
+    resumed = next(prompt_batches(task, 0, 32, position=32 * step))
+    previous, again = first(prompt_batches(task, 0, 32, position=32 * (step - 1)), 2)
     assert resumed == again
     assert [prompt.index for prompt in resumed] == list(range(32 * step, 32 * step + 32))
     assert {prompt.text for prompt in previous}.isdisjoint(prompt.text for prompt in resumed)
@@ -76,12 +76,12 @@ def test_another_process_makes_the_same_batches():
     task = SortDigits()
     program = (
         "from p3o_jax.prompts import *; from p3o_jax.tasks import SortDigits;"
-        "print([p.text for p in next(prompt_batches(SortDigits(), 11, 8, start_step=5))])"
+        "print([p.text for p in next(prompt_batches(SortDigits(), 11, 8, position=40))])"
     )
     output = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60
     ).stdout
-    assert eval(output) == [prompt.text for prompt in next(prompt_batches(task, 11, 8, start_step=5))]
+    assert eval(output) == [prompt.text for prompt in next(prompt_batches(task, 11, 8, position=40))]
 
 
 def test_evaluation_set_is_fixed_distinct_from_training_and_complete():
@@ -102,8 +102,8 @@ def test_evaluation_set_is_not_larger_than_the_task(count):
 
 @pytest.mark.parametrize(("size", "step"), [(0, 0), (4, -1)])
 def test_sizes_are_checked(size, step):
-    with pytest.raises(ValueError, match="prompts_per_step must be at least 1 and start_step at least 0"):
-        prompt_batches(FewPrompts(), 0, size, start_step=step)
+    with pytest.raises(ValueError, match="prompts_per_step must be at least 1 and position at least 0"):
+        prompt_batches(FewPrompts(), 0, size, position=step)
 
 
 def test_an_error_in_a_task_reaches_the_loop():

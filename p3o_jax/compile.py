@@ -128,7 +128,7 @@ def report(config: Config, devices: Sequence[jax.Device]) -> Iterator[str]:
 def _update_flops(trainer: Trainer, rows: int, tokens: int, num_devices: int, chip: Chip | None) -> Iterator[str]:
     config = trainer.config
     extra = int(config.objective.statistics_scope == "batch" and config.micro_batches > 1)
-    flops = update_flops(config.model, config.task.tokenizer.vocab_size, rows, tokens, extra_passes=extra)
+    flops = update_flops(config.model, trainer.tokenizer.vocab_size, rows, tokens, extra_passes=extra)
     yield (
         f"  FLOPs a device: {_tera(flops.total / num_devices)} = model {_tera(flops.model / num_devices)} "
         f"+ recomputed {_tera(flops.recomputed / num_devices)} + statistics {_tera(flops.extra_passes / num_devices)}"
@@ -140,7 +140,7 @@ def _update_flops(trainer: Trainer, rows: int, tokens: int, num_devices: int, ch
 def _sampler_flops(trainer: Trainer, rows: int, num_devices: int) -> Iterator[str]:
     config = trainer.config
     tokens = config.task.max_prompt_tokens + config.task.max_response_tokens
-    flops = forward_flops(config.model, config.task.tokenizer.vocab_size, rows, tokens)
+    flops = forward_flops(config.model, trainer.tokenizer.vocab_size, rows, tokens)
     yield f"  FLOPs a device, of rows of full length: {_tera(flops.total / num_devices)}"
 
 

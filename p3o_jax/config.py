@@ -18,6 +18,10 @@ from cattrs.strategies import configure_union_passthrough
 from cattrs.v import format_exception
 
 from p3o_jax.advantages import Advantages, BatchWhitening, GroupZScore
+from p3o_jax.models.families import adapted, read_config
+from p3o_jax.models.pretrained import Pretrained
+from p3o_jax.models.rope import RopeScaling
+from p3o_jax.models.stored import StoredModel
 from p3o_jax.models.transformer import TransformerConfig
 from p3o_jax.objectives import P3O, Aggregation, Objective
 from p3o_jax.optimizer import OptimizerConfig
@@ -34,7 +38,9 @@ class Config:
     task: Task = SortDigits()
     """Prompts and their reward."""
     model: TransformerConfig = TransformerConfig()
-    """The policy's architecture."""
+    """The policy's architecture. With a pretrained model only dtype, remat, lora and context_tokens are this run's."""
+    pretrained: Pretrained | None = None
+    """The model to start from, and its tokenizer; None: random weights, and the task's tokenizer."""
     warm_start: WarmStart | None = None
     """Supervised training before RL, for a randomly initialised model."""
     objective: Objective = P3O()
@@ -103,6 +109,8 @@ class Config:
             temperature = getattr(self, name)
             if temperature is not None and not (math.isfinite(temperature) and temperature > 0):
                 raise ValueError(f"{name} must be positive and finite, got {temperature}")
+        if self.pretrained is not None and self.warm_start is not None:
+            raise ValueError("warm_start is for a randomly initialised model: leave it out, or leave out pretrained")
         if self.seed >= 2**32:
             raise ValueError(f"seed must be below 2**32, got {self.seed}")
         if self.objective.reference_kl_coefficient > 0:
@@ -126,10 +134,22 @@ class Config:
         return every > 0 and (step % every == 0 or step == self.num_steps)
 
 
-def validate(config: Config, *, batch_shards: int, num_processes: int) -> None:
+def resolve(config: Config, stored: StoredModel | None) -> Config:
+    """The same run with the architecture of the model that it starts from, if it starts from one.
+
+    Raises:
+        ValueError: an architecture that is not read.
+    """
+    if stored is None:
+        return config
+    return dataclasses.replace(config, model=adapted(read_config(stored.config, stored.path), config.model))
+
+
+def validate(config: Config, *, vocab_size: int, batch_shards: int, num_processes: int) -> None:
     """Checks what depends on the devices and on the task, before anything compiles.
 
     Args:
+        vocab_size: entries of the embedding.
         batch_shards: devices that the rows of a batch are spread over.
         num_processes: hosts.
 
@@ -167,16 +187,14 @@ def validate(config: Config, *, batch_shards: int, num_processes: int) -> None:
         for name in names:
             if getattr(c.model, name) % size:
                 raise ValueError(f"model.{name}={getattr(c.model, name)} does not divide over mesh.{axis}={size}")
-    if c.task.tokenizer.vocab_size % c.mesh.tensor:
-        raise ValueError(
-            f"a vocabulary of {c.task.tokenizer.vocab_size} does not divide over mesh.tensor={c.mesh.tensor}"
-        )
+    if vocab_size % c.mesh.tensor:
+        raise ValueError(f"a vocabulary of {vocab_size} does not divide over mesh.tensor={c.mesh.tensor}")
 
 
 # JSON. A field whose type is open (a task, an objective) is stored with the class it holds, as `module:Class`, so
 # that an experiment's own objective reloads like a built-in one.
 
-_OPEN_TYPES = (Task, Objective, Advantages, Aggregation)
+_OPEN_TYPES = (Task, Objective, Advantages, Aggregation, RopeScaling)
 _CLASS = "class"
 
 

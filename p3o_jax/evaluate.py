@@ -10,6 +10,7 @@ import numpy as np
 from jaxtyping import Array
 
 from p3o_jax import sharding
+from p3o_jax.models.tokenizer import Tokenizer
 from p3o_jax.processes import row_part
 from p3o_jax.rollouts import score
 from p3o_jax.sampler import Sampler
@@ -32,6 +33,7 @@ def evaluate(
     weights: Any,
     task: Task,
     prompts: Sequence[Prompt],
+    tokenizer: Tokenizer,
     *,
     key: Array,
     num_samples: int,
@@ -54,14 +56,14 @@ def evaluate(
             samples = 1 if greedy else num_samples
             rollout = sampler(
                 weights,
-                [task.tokenizer.encode(prompt.text) for prompt in filled[mine]],
+                [tokenizer.encode(prompt.text) for prompt in filled[mine]],
                 [prompt.index for prompt in filled[mine]],
                 key=key,
                 num_samples=samples,
                 greedy=greedy,
             )
             rollout = jax.tree.map(lambda rows, n=num_real * samples: rows[:n], sharding.to_local(rollout))
-            _, rewards = score(task, real[mine], rollout)
+            _, rewards = score(task, real[mine], rollout, tokenizer)
             if greedy:
                 totals += (0, 0, 0, 0, rewards.sum(), num_real)
             else:

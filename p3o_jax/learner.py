@@ -205,7 +205,8 @@ class Learner:
         model: Transformer = nnx.merge(self._graphdef, params)
         inputs = batch.inputs
         hidden, _ = model.hidden(inputs.tokens, inputs.positions, batch.segment_ids)
-        return token_distributions(hidden, model.output_weights(), inputs.targets, inputs.temperature, support)
+        arrays = (hidden, model.output_weights(), inputs.targets, inputs.temperature)
+        return token_distributions(*arrays, support, softcap=self._config.logit_softcap)
 
     def _support_of(self, batch: Batch) -> Any:
         """At which tokens the objective must see the policy: those of the batch, or as a snapshot chooses them."""

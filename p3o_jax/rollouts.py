@@ -31,7 +31,9 @@ def responses(rollout: Rollout) -> list[list[int]]:
     return [row[start:end].tolist() for row, start, end in zip(rollout.tokens, starts, ends, strict=True)]
 
 
-def score(task: Task, prompts: Sequence[Prompt], rollout: Rollout) -> tuple[list[str], np.ndarray]:
+def score(
+    task: Task, prompts: Sequence[Prompt], rollout: Rollout, tokenizer: Tokenizer
+) -> tuple[list[str], np.ndarray]:
     """Completions as text and their rewards [B], float32.
 
     Raises:
@@ -39,7 +41,7 @@ def score(task: Task, prompts: Sequence[Prompt], rollout: Rollout) -> tuple[list
     """
     by_index = {prompt.index: prompt for prompt in prompts}
     asked = [by_index[int(group)] for group in rollout.group]
-    completions = [task.tokenizer.decode(ids) for ids in responses(rollout)]
+    completions = [tokenizer.decode(ids) for ids in responses(rollout)]
     rewards = np.asarray([task.reward(p, c) for p, c in zip(asked, completions, strict=True)], np.float32)
     if not np.isfinite(rewards).all():
         row = int(np.flatnonzero(~np.isfinite(rewards))[0])

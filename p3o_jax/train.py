@@ -44,6 +44,7 @@ def train(
         FloatingPointError: too many updates in a row were not finite.
     """
     trainer = Trainer(config, devices)
+    config = trainer.config  # with a pretrained model's architecture in it
     made = newest_step(RunDirectory(run_dir).checkpoints) if resume else 0
     if made > config.num_steps:
         raise ValueError(f"{run_dir} has already made {made} steps, more than num_steps={config.num_steps}")
@@ -70,7 +71,7 @@ def train(
             rollout = trainer.sample(ring, asked, step)
             clock.begin("score")
             with fail_together():
-                _, rewards = score(config.task, asked, rollout)
+                _, rewards = score(config.task, asked, rollout, trainer.tokenizer)
             rewards = of_first_process(rewards, trainer.mesh)
             advantages = trainer.advantages(rewards, rollout.group)
             with fail_together():
@@ -88,7 +89,7 @@ def train(
             progress.update(step, last)
             if config.is_due(step, config.write_rollouts_every):
                 of_all = all_rows((rollout._replace(support=None), rewards, advantages), trainer.mesh)
-                writer.rollouts(step, readable(of_step, of_all[0], of_all[1], of_all[2], config.task.tokenizer))
+                writer.rollouts(step, readable(of_step, of_all[0], of_all[1], of_all[2], trainer.tokenizer))
             clock.begin("save")
             if config.is_due(step, config.save_every):
                 writer.flush()

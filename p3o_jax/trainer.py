@@ -14,10 +14,12 @@ import numpy as np
 from p3o_jax import metrics as metrics_lib
 from p3o_jax import sharding
 from p3o_jax.checkpoint import Checkpoints
-from p3o_jax.config import Config, validate
+from p3o_jax.config import Config, resolve, validate
 from p3o_jax.evaluate import evaluate
 from p3o_jax.learner import Learner, TrainState
 from p3o_jax.models import lora
+from p3o_jax.models.load import load_params
+from p3o_jax.models.tokenizer import Tokenizer
 from p3o_jax.nonfinite import nonfinite_rows
 from p3o_jax.objectives import Reinforce
 from p3o_jax.packing import pack
@@ -48,13 +50,23 @@ class Trainer:
     """The parts of the loop, each as the loop calls it."""
 
     def __init__(self, config: Config, devices: Sequence[jax.Device] | None = None):
-        self.config, self.task = config, config.task
+        self._stored = None if config.pretrained is None else config.pretrained.open()
+        self.config = config = resolve(config, self._stored)
+        self.task = config.task
+        self.tokenizer: Tokenizer = self.task.tokenizer
+        if self._stored is not None:
+            self.tokenizer = config.pretrained.tokenizer(self._stored)
         self.mesh = sharding.make_mesh(config.mesh, devices)
         self.part, self.num_parts = row_part(self.mesh)
-        validate(config, batch_shards=sharding.num_batch_shards(self.mesh), num_processes=self.num_parts)
+        validate(
+            config,
+            vocab_size=self.tokenizer.vocab_size,
+            batch_shards=sharding.num_batch_shards(self.mesh),
+            num_processes=self.num_parts,
+        )
         self.is_main = jax.process_index() == 0
         self.evaluation_set = evaluation_prompts(self.task, config.evaluation_prompts)
-        tokenizer = self.task.tokenizer
+        tokenizer = self.tokenizer
         for prompt in self.evaluation_set:  # what the tokenizer or the limits refuse is refused before anything runs
             length = len(tokenizer.encode(prompt.text))
             if length > self.task.max_prompt_tokens:
@@ -82,13 +94,16 @@ class Trainer:
         return jax.random.fold_in(jax.random.fold_in(self._key, purpose), step)
 
     def start(self) -> RunState:
-        """Random parameters, after the supervised warm start if there is one."""
+        """The pretrained model's parameters or random ones, after the supervised warm start if there is one."""
         state = self.learner.init(self.key(_INIT))
+        if self._stored is not None:
+            weights = load_params(self._stored, self.config.model, self.mesh)
+            state = self.learner.init_from(lora.with_weights(state.params, weights))
         warm_start = self.config.warm_start
         if warm_start is not None:
             teacher = Learner(
                 replace(self.config.model, lora=None),  # every weight
-                self.task.tokenizer.vocab_size,
+                self.tokenizer.vocab_size,
                 Reinforce(),
                 warm_start.optimizer,
                 self.mesh,
@@ -139,7 +154,7 @@ class Trainer:
         version, remembered = ring.behaviour
         rollout = self.sampler(
             remembered["sampler"],
-            [self.task.tokenizer.encode(prompt.text) for prompt in prompts],
+            [self.tokenizer.encode(prompt.text) for prompt in prompts],
             [prompt.index for prompt in prompts],
             key=self.key(_TRAIN, step),
             num_samples=self.config.samples_per_prompt,
@@ -233,6 +248,7 @@ class Trainer:
             weights,
             self.task,
             self.evaluation_set,
+            self.tokenizer,
             key=self.key(_EVALUATION),
             num_samples=self.config.evaluation_samples,
             prompts_per_batch=self.config.prompts_per_step,

@@ -109,11 +109,11 @@ def test_impossible_values_are_refused(change, message):
 )
 def test_what_does_not_fit_the_devices_or_the_task_is_refused(change, message):
     with pytest.raises(ValueError, match=message):
-        validate(replace(Config(), **change), batch_shards=8, num_processes=1)
+        validate(replace(Config(), **change), vocab_size=12, batch_shards=8, num_processes=1)
 
 
 def test_the_default_fits():
-    validate(Config(), batch_shards=8, num_processes=2)
+    validate(Config(), vocab_size=12, batch_shards=8, num_processes=2)
 
 
 def test_a_class_of_the_program_itself_is_stored_by_its_module(monkeypatch):

@@ -91,7 +91,9 @@ def test_responses_are_ids_without_the_end():
 
 
 def test_scores_are_of_the_rows_own_prompts():
-    completions, rewards = score(TASK, prompts()[::-1], make_rollout())  # the order of prompts does not matter
+    completions, rewards = score(
+        TASK, prompts()[::-1], make_rollout(), TASK.tokenizer
+    )  # the order of prompts does not matter
     assert completions == ["12", "2", "030", "03"]
     assert rewards.tolist() == [1, 0, 0, 1]
 
@@ -102,7 +104,7 @@ def test_a_reward_that_is_no_number_is_an_error():
             return float("nan")
 
     with pytest.raises(ValueError, match="reward of prompt 7 is nan"):
-        score(Broken(length=2), prompts(), make_rollout())
+        score(Broken(length=2), prompts(), make_rollout(), TASK.tokenizer)
 
 
 def test_what_is_logged_of_rollouts():

@@ -49,8 +49,8 @@ import numpy as np
 
 from experiments.benchmarks import shape
 from p3o_jax.learner import Learner
+from p3o_jax.models.architecture import Remat, TransformerConfig
 from p3o_jax.models.log_probs import token_log_probs
-from p3o_jax.models.transformer import Remat, TransformerConfig
 from p3o_jax.objectives import P3O, Grpo, Objective
 from p3o_jax.optimizer import OptimizerConfig
 from p3o_jax.sharding import make_mesh, to_global

@@ -45,6 +45,7 @@ def token_distributions(
     targets: Int[Array, "B T"],
     temperature: Float[Array, "B T"],
     support: Int[Array, "B T K"] | int | Literal["exact"] | None = None,
+    softcap: float | None = None,
     chunk_tokens: int = 1024,
 ) -> TokenDistributions:
     """softmax(head @ hidden / temperature) at the targets, and at more tokens if asked.
@@ -56,36 +57,47 @@ def token_distributions(
         support: which log-probs besides the target's. Indices: those. A number k: of the k most likely tokens
             (of all, if there are fewer), with their indices. "exact": of the whole vocabulary, which is
             [B, T, V] by nature.
+        softcap: bounds the logits before the temperature, as `softcapped` does.
         chunk_tokens: at most `chunk_tokens` x V logits exist at a time.
     """
     if isinstance(support, int):
-        return jax.lax.stop_gradient(_in_chunks(support, chunk_tokens, hidden, head, targets, temperature))
+        found = _in_chunks(support, softcap, chunk_tokens, hidden, head, targets, temperature)
+        return jax.lax.stop_gradient(found)
     if support is None or isinstance(support, str):
-        return _differentiable(support, chunk_tokens, hidden, head, targets, temperature)
-    return _differentiable(None, chunk_tokens, hidden, head, targets, temperature, support)
+        return _differentiable(support, softcap, chunk_tokens, hidden, head, targets, temperature)
+    return _differentiable(None, softcap, chunk_tokens, hidden, head, targets, temperature, support)
 
 
-def _in_chunks(select: int | str | None, chunk_tokens: int, hidden: Array, head: Array, *rest: Array):
+def softcapped(logits: Float[Array, "..."], softcap: float | None) -> Float[Array, "..."]:
+    """softcap * tanh(logits / softcap), which is within +- softcap; None: the logits."""
+    return logits if softcap is None else softcap * jnp.tanh(logits / softcap)
+
+
+def _in_chunks(
+    select: int | str | None, softcap: float | None, chunk_tokens: int, hidden: Array, head: Array, *rest: Array
+):
     def one_chunk(hidden: Float[Array, "N D"], *rest: Array) -> TokenDistributions:
-        return _of_chunk(select, _product(hidden, head), *rest)
+        return _of_chunk(select, softcap, _product(hidden, head), *rest)
 
     split, join = _chunks(hidden.shape[:2], chunk_tokens)
     return join(_map(one_chunk, tuple(map(split, (hidden, *rest)))))
 
 
-_differentiable = partial(jax.custom_vjp, nondiff_argnums=(0, 1))(_in_chunks)
+_differentiable = partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))(_in_chunks)
 
 
-def _forward(select: str | None, chunk_tokens: int, *arrays: Array):
-    return _in_chunks(select, chunk_tokens, *arrays), arrays
+def _forward(select: str | None, softcap: float | None, chunk_tokens: int, *arrays: Array):
+    return _in_chunks(select, softcap, chunk_tokens, *arrays), arrays
 
 
-def _backward(select: str | None, chunk_tokens: int, arrays: tuple, gradient: TokenDistributions):
+def _backward(
+    select: str | None, softcap: float | None, chunk_tokens: int, arrays: tuple, gradient: TokenDistributions
+):
     hidden, head, *rest = arrays
 
     def accumulate(head_gradient: Float[Array, "V D"], chunk: tuple):
         hidden, gradient, *rest = chunk
-        _, of_logits = jax.vjp(lambda product: _of_chunk(select, product, *rest), _product(hidden, head))
+        _, of_logits = jax.vjp(lambda product: _of_chunk(select, softcap, product, *rest), _product(hidden, head))
         (of_product,) = of_logits(gradient)
         of_product = of_product.astype(hidden.dtype)
         part = jnp.einsum("NV,ND->VD", of_product, hidden, preferred_element_type=jnp.float32)
@@ -136,12 +148,13 @@ def _product(hidden: Float[Array, "N D"], head: Float[Array, "V D"]) -> Float[Ar
 
 def _of_chunk(
     select: int | str | None,
+    softcap: float | None,
     product: Float[Array, "N V"],
     targets: Int[Array, " N"],
     temperature: Float[Array, " N"],
     at: Int[Array, "N K"] | None = None,
 ) -> TokenDistributions:
-    return _of_logits(product / temperature[:, None], targets, select if at is None else at)
+    return _of_logits(softcapped(product, softcap) / temperature[:, None], targets, select if at is None else at)
 
 
 def _of_logits(

@@ -1,6 +1,6 @@
-"""A decoder-only transformer: RMSNorm, RoPE, grouped-query attention, SwiGLU.
+"""A decoder-only transformer: RMSNorm, RoPE, grouped-query attention, gated MLP.
 
-Llama, Qwen2.5 and Qwen3 are configurations of it. Each weight is declared once with
+Llama, Qwen and Gemma are configurations of it (`p3o_jax.models.architecture`). Each weight is declared once with
 its shape and logical axes (`p3o_jax.sharding` maps those to the mesh). The layers'
 weights are stacked along a leading axis and the layers are a `scan`.
 
@@ -11,23 +11,21 @@ and value heads, H head size, F MLP width, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from p3o_jax import sharding
 from p3o_jax.models import lora as lora_lib
-from p3o_jax.models.attention import cached_attention, causal_attention
-from p3o_jax.models.lora import Lora
-
-DType = Literal["float32", "bfloat16"]
-Remat = Literal["full", "dots", "none"]
+from p3o_jax.models.architecture import TransformerConfig
+from p3o_jax.models.attention import AttentionForm, cached_attention, causal_attention
+from p3o_jax.models.log_probs import softcapped
+from p3o_jax.models.rope import rope_frequencies, rotate
 
 # What `jax.checkpoint` keeps of a layer. Attention's products have a batch axis, and are recomputed; so are the weights
 # gathered over `fsdp`, unless nothing is.
@@ -36,57 +34,10 @@ _KEPT: Mapping[str, Callable[..., bool]] = {
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
     "none": jax.checkpoint_policies.everything_saveable,
 }
-
-
-@dataclass(frozen=True)
-class TransformerConfig:
-    """The architecture. Defaults: the 84k-parameter model of the quickstart."""
-
-    num_layers: int = 2
-    """Transformer blocks."""
-    embed_dim: int = 64
-    """Width of the residual stream."""
-    num_heads: int = 4
-    """Query heads."""
-    num_kv_heads: int = 4
-    """Key and value heads; divides num_heads."""
-    head_dim: int = 16
-    """Width of a head."""
-    mlp_dim: int = 128
-    """Width of the SwiGLU MLP."""
-    rope_theta: float = 10_000.0
-    """Base of the rotary embedding's wavelengths."""
-    norm_epsilon: float = 1e-6
-    """Added to the mean square in RMSNorm."""
-    qk_norm: bool = False
-    """RMSNorm on queries and keys (Qwen3)."""
-    attention_bias: bool = False
-    """Biases on the query, key and value projections (Qwen2.5)."""
-    tied_embeddings: bool = False
-    """The output head is the embedding."""
-    context_tokens: int = 4096
-    """Longest sequence, prompt and response together."""
-    dtype: DType = "float32"
-    """Compute dtype of the learner; parameters are float32."""
-    remat: Remat = "full"
-    """What the backward pass recomputes of a layer. full: all of it, from its input. dots: all but the products with
-    weights, which are kept. none: nothing. From the least memory and most work to the most memory and least work."""
-    lora: Lora | None = None
-    """Low-rank adapters, which are then all that is trained; None: every weight is."""
-
-    def __post_init__(self) -> None:
-        for name in ("num_layers", "embed_dim", "num_heads", "num_kv_heads", "head_dim", "mlp_dim", "context_tokens"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"model.{name} must be positive, got {getattr(self, name)}")
-        if self.num_heads % self.num_kv_heads:
-            raise ValueError(
-                f"model.num_kv_heads must divide model.num_heads, got {self.num_kv_heads} and {self.num_heads}"
-            )
-        for name, choices in (("dtype", get_args(DType)), ("remat", get_args(Remat))):
-            if getattr(self, name) not in choices:
-                raise ValueError(f"model.{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}")
-        if self.head_dim % 2:
-            raise ValueError(f"model.head_dim must be even for rotary embeddings, got {self.head_dim}")
+_ACTIVATIONS: Mapping[str, Callable[[Array], Array]] = {
+    "silu": jax.nn.silu,
+    "gelu_tanh": partial(jax.nn.gelu, approximate=True),
+}
 
 
 class KVCache(NamedTuple):
@@ -97,13 +48,18 @@ class KVCache(NamedTuple):
 
 
 def _weight(
-    rngs: nnx.Rngs, shape: Sequence[int], axes: Sequence[str], fan_in: int | None = None, layers: int | None = None
+    rngs: nnx.Rngs,
+    shape: Sequence[int],
+    axes: Sequence[str],
+    fan_in: int | None = None,
+    layers: int | None = None,
+    constant: float = 1.0,
 ) -> nnx.Param:
-    """A float32 weight with its logical axes: normal with variance 1/fan_in, or ones where there is no fan-in."""
+    """A float32 weight with its logical axes: normal with variance 1/fan_in, or constant where there is no fan-in."""
     if layers is not None:
         shape, axes = (layers, *shape), ("layers", *axes)
     if fan_in is None:
-        value = jnp.ones(shape, jnp.float32)
+        value = jnp.full(shape, constant, jnp.float32)
     else:
         value = jax.random.normal(rngs.params(), shape, jnp.float32) * fan_in**-0.5
     return nnx.Param(value, logical_axes=tuple(axes))
@@ -115,20 +71,11 @@ def _use(param: nnx.Param, dtype: jnp.dtype, *, stacked: bool = True) -> Array:
     return sharding.gather_weight(param[...], axes[1:] if stacked else axes, dtype)
 
 
-def _rms_norm(x: Float[Array, "... D"], scale: Float[Array, " D"], epsilon: float) -> Float[Array, "... D"]:
+def _rms_norm(x: Float[Array, "... D"], weight: nnx.Param, config: TransformerConfig) -> Float[Array, "... D"]:
     x32 = x.astype(jnp.float32)
-    normed = x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + epsilon)
-    return (normed * scale.astype(jnp.float32)).astype(x.dtype)
-
-
-def _rotate(x: Float[Array, "B T N H"], positions: Int[Array, "B T"], theta: float) -> Float[Array, "B T N H"]:
-    """Rotary position embedding on half-split pairs, as in the Hugging Face checkpoints (arXiv:2104.09864)."""
-    half = x.shape[-1] // 2
-    wavelengths = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    angles = positions.astype(jnp.float32)[..., None, None] * wavelengths
-    sin, cos = jnp.sin(angles), jnp.cos(angles)
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+    normed = x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + config.norm_epsilon)
+    scale = weight[...].astype(jnp.float32)
+    return (normed * (1.0 + scale if config.norm_offset else scale)).astype(x.dtype)
 
 
 class _Layers(nnx.Module):
@@ -137,7 +84,8 @@ class _Layers(nnx.Module):
     def __init__(self, config: TransformerConfig, rngs: nnx.Rngs):
         c, layers = config, config.num_layers
         self.config = config
-        self.attention_norm = _weight(rngs, (c.embed_dim,), ("norm",), layers=layers)
+        norm = partial(_weight, rngs, layers=layers, constant=0.0 if c.norm_offset else 1.0)
+        self.attention_norm = norm((c.embed_dim,), ("norm",))
         qkv = [
             ("query", c.num_heads, "heads"),
             ("key", c.num_kv_heads, "kv_heads"),
@@ -147,14 +95,19 @@ class _Layers(nnx.Module):
             shape = (c.embed_dim, heads, c.head_dim)
             setattr(self, name, _weight(rngs, shape, ("embed", axis, "head_dim"), c.embed_dim, layers))
             if c.attention_bias:
-                bias = nnx.Param(jnp.zeros((layers, heads, c.head_dim)), logical_axes=("layers", axis, "head_dim"))
+                bias = _weight(rngs, (heads, c.head_dim), (axis, "head_dim"), layers=layers, constant=0.0)
                 setattr(self, f"{name}_bias", bias)
         if c.qk_norm:
-            self.query_norm = _weight(rngs, (c.head_dim,), ("head_dim",), layers=layers)
-            self.key_norm = _weight(rngs, (c.head_dim,), ("head_dim",), layers=layers)
+            self.query_norm = norm((c.head_dim,), ("head_dim",))
+            self.key_norm = norm((c.head_dim,), ("head_dim",))
         out = (c.num_heads, c.head_dim, c.embed_dim)
         self.attention_out = _weight(rngs, out, ("heads", "head_dim", "embed"), c.num_heads * c.head_dim, layers)
-        self.mlp_norm = _weight(rngs, (c.embed_dim,), ("norm",), layers=layers)
+        if c.attention_out_bias:
+            self.attention_out_bias = _weight(rngs, (c.embed_dim,), ("norm",), layers=layers, constant=0.0)
+        self.mlp_norm = norm((c.embed_dim,), ("norm",))
+        if c.post_norms:
+            self.attention_post_norm = norm((c.embed_dim,), ("norm",))
+            self.mlp_post_norm = norm((c.embed_dim,), ("norm",))
         self.gate = _weight(rngs, (c.embed_dim, c.mlp_dim), ("embed", "mlp"), c.embed_dim, layers)
         self.up = _weight(rngs, (c.embed_dim, c.mlp_dim), ("embed", "mlp"), c.embed_dim, layers)
         self.down = _weight(rngs, (c.mlp_dim, c.embed_dim), ("mlp", "embed"), c.mlp_dim, layers)
@@ -174,21 +127,35 @@ class _Layers(nnx.Module):
             heads = heads + _use(getattr(self, f"{name}_bias"), x.dtype)
         return heads
 
-    def block(self, x: Float[Array, "B T D"], positions: Int[Array, "B T"], attend: Callable) -> tuple[Array, tuple]:
+    def frequencies(self, sliding: Bool[Array, ""] | None) -> Float[Array, " half"]:
+        """What this layer's queries and keys are rotated by."""
+        c = self.config
+        frequencies = rope_frequencies(c.head_dim, c.rope_theta, c.rope_scaling)
+        if sliding is None or c.sliding_rope_theta is None:
+            return frequencies
+        return jnp.where(sliding, rope_frequencies(c.head_dim, c.sliding_rope_theta), frequencies)
+
+    def block(
+        self, x: Float[Array, "B T D"], positions: Int[Array, "B T"], attend: Callable, sliding: Bool[Array, ""] | None
+    ) -> tuple[Array, tuple]:
         """One block. `attend(q, k, v)` gives the attention's output and what the caller keeps of k and v."""
         c = self.config
-        normed = _rms_norm(x, self.attention_norm[...], c.norm_epsilon)
+        normed = _rms_norm(x, self.attention_norm, c)
         query, key, value = (self.project(name, normed) for name in ("query", "key", "value"))
         if c.qk_norm:
-            query = _rms_norm(query, self.query_norm[...], c.norm_epsilon)
-            key = _rms_norm(key, self.key_norm[...], c.norm_epsilon)
-        query, key = (_rotate(heads, positions, c.rope_theta) for heads in (query, key))
+            query, key = _rms_norm(query, self.query_norm, c), _rms_norm(key, self.key_norm, c)
+        frequencies, amplitude = self.frequencies(sliding), 1.0 if c.rope_scaling is None else c.rope_scaling.amplitude
+        query, key = (rotate(heads, positions, frequencies, amplitude) for heads in (query, key))
         attended, kept = attend(query, key, value)
-        x = x + sharding.sum_over_tensor(self.product("attention_out", attended))
+        out = sharding.sum_over_tensor(self.product("attention_out", attended))
+        if c.attention_out_bias:
+            out = out + _use(self.attention_out_bias, x.dtype)
+        x = x + (_rms_norm(out, self.attention_post_norm, c) if c.post_norms else out)
 
-        normed = _rms_norm(x, self.mlp_norm[...], c.norm_epsilon)
-        hidden = jax.nn.silu(self.product("gate", normed)) * self.product("up", normed)
-        return x + sharding.sum_over_tensor(self.product("down", hidden)), kept
+        normed = _rms_norm(x, self.mlp_norm, c)
+        hidden = _ACTIVATIONS[c.mlp_activation](self.product("gate", normed)) * self.product("up", normed)
+        out = sharding.sum_over_tensor(self.product("down", hidden))
+        return x + (_rms_norm(out, self.mlp_post_norm, c) if c.post_norms else out), kept
 
 
 class Transformer(nnx.Module):
@@ -200,7 +167,7 @@ class Transformer(nnx.Module):
         axes = ("vocabulary", "embed")
         self.embedding = _weight(rngs, (vocab_size, config.embed_dim), axes, config.embed_dim)
         self.layers = _Layers(config, rngs)
-        self.final_norm = _weight(rngs, (config.embed_dim,), ("norm",))
+        self.final_norm = _weight(rngs, (config.embed_dim,), ("norm",), constant=0.0 if config.norm_offset else 1.0)
         if not config.tied_embeddings:
             self.head = _weight(rngs, (vocab_size, config.embed_dim), axes, config.embed_dim)
         if config.lora is not None:  # last, so that the other weights are those of the model without
@@ -215,7 +182,20 @@ class Transformer(nnx.Module):
         local = tokens - sharding.tensor_index() * table.shape[0]  # the vocabulary may be sharded over `tensor`
         here = (local >= 0) & (local < table.shape[0])
         rows = table[jnp.where(here, local, 0)]
-        return sharding.sum_over_tensor(jnp.where(here[..., None], rows, jnp.zeros((), self.dtype)))
+        found = sharding.sum_over_tensor(jnp.where(here[..., None], rows, jnp.zeros((), self.dtype)))
+        scale = self.config.embedding_scale
+        return found if scale == 1.0 else found * jnp.asarray(scale, self.dtype)
+
+    @property
+    def form(self) -> AttentionForm:
+        """What is the same in the attention of all layers."""
+        return AttentionForm(self.config.query_scale, self.config.attention_softcap, self.config.sliding_window)
+
+    def sliding(self) -> Bool[Array, " L"] | None:
+        """Which layers attend to the sliding window; None: none does."""
+        if not self.config.sliding_layers:
+            return None
+        return jnp.isin(jnp.arange(self.config.num_layers), jnp.asarray(self.config.sliding_layers))
 
     def hidden(
         self,
@@ -228,18 +208,19 @@ class Transformer(nnx.Module):
         Attention is causal in the order of columns, and within a segment if `segment_ids` is given.
         Padding at the end of a row needs no mask: nothing before it can see it.
         """
-
-        def attend(query, key, value):
-            return causal_attention(query, key, value, segment_ids), KVCache(key, value)
-
         graphdef, stacked = nnx.split(self.layers)
 
         @partial(jax.checkpoint, policy=_KEPT[self.config.remat])
-        def layer(x, weights):
-            return nnx.merge(graphdef, weights).block(x, positions, attend)
+        def layer(x, weights_and_sliding):
+            weights, sliding = weights_and_sliding
 
-        x, cache = jax.lax.scan(layer, self.embed(tokens), stacked)
-        return _rms_norm(x, self.final_norm[...], self.config.norm_epsilon), cache
+            def attend(query, key, value):
+                return causal_attention(query, key, value, segment_ids, self.form, sliding), KVCache(key, value)
+
+            return nnx.merge(graphdef, weights).block(x, positions, attend, sliding)
+
+        x, cache = jax.lax.scan(layer, self.embed(tokens), (stacked, self.sliding()))
+        return _rms_norm(x, self.final_norm, self.config), cache
 
     def decode(
         self, tokens: Int[Array, " B"], positions: Int[Array, " B"], cache: KVCache
@@ -248,23 +229,23 @@ class Transformer(nnx.Module):
         graphdef, stacked = nnx.split(self.layers)
         rows = jnp.arange(tokens.shape[0])
 
-        def layer(carry, weights_and_index):
+        def layer(carry, of_layer):
             x, (keys, values) = carry
-            weights, index = weights_and_index
+            weights, sliding, index = of_layer
 
             def attend(query, key, value):
                 # The cache is carried, not scanned over, so that XLA updates it in place.
                 new_keys = keys.at[index, rows, positions].set(key[:, 0].astype(keys.dtype))
                 new_values = values.at[index, rows, positions].set(value[:, 0].astype(values.dtype))
                 cached = (part[index].astype(query.dtype) for part in (new_keys, new_values))
-                attended = cached_attention(query, *cached, positions + 1)
+                attended = cached_attention(query, *cached, positions + 1, self.form, sliding)
                 return attended, KVCache(new_keys, new_values)
 
-            return nnx.merge(graphdef, weights).block(x, positions[:, None], attend), None
+            return nnx.merge(graphdef, weights).block(x, positions[:, None], attend, sliding), None
 
         indices = jnp.arange(self.config.num_layers)
-        (x, cache), _ = jax.lax.scan(layer, (self.embed(tokens[:, None]), cache), (stacked, indices))
-        return _rms_norm(x[:, 0], self.final_norm[...], self.config.norm_epsilon), cache
+        (x, cache), _ = jax.lax.scan(layer, (self.embed(tokens[:, None]), cache), (stacked, self.sliding(), indices))
+        return _rms_norm(x[:, 0], self.final_norm, self.config), cache
 
     def output_weights(self) -> Float[Array, "V D"]:
         """The output head in the compute dtype; V is this device's part of the vocabulary."""
@@ -272,7 +253,8 @@ class Transformer(nnx.Module):
 
     def logits(self, hidden: Float[Array, "... D"]) -> Float[Array, "... V"]:
         """Float32 logits, accumulated in float32."""
-        return jnp.einsum("...D,VD->...V", hidden, self.output_weights(), preferred_element_type=jnp.float32)
+        product = jnp.einsum("...D,VD->...V", hidden, self.output_weights(), preferred_element_type=jnp.float32)
+        return softcapped(product, self.config.logit_softcap)
 
 
 def abstract_model(config: TransformerConfig, vocab_size: int) -> tuple[nnx.GraphDef, nnx.State]:

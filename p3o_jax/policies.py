@@ -1,0 +1,124 @@
+"""Policies by name: a run's checkpoint, a published model in a directory or a GGUF file, or the one in a package."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import orbax.checkpoint as ocp
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+from jax.typing import DTypeLike
+
+from p3o_jax import sharding
+from p3o_jax.checkpoint import newest_step
+from p3o_jax.config import Config, load
+from p3o_jax.models.architecture import TransformerConfig
+from p3o_jax.models.families import adapted, read_config
+from p3o_jax.models.load import load_params
+from p3o_jax.models.lora import merged
+from p3o_jax.models.pretrained import Pretrained
+from p3o_jax.models.tokenizer import Tokenizer
+from p3o_jax.models.transformer import abstract_model, weight_specs
+from p3o_jax.run_directory import RunDirectory
+
+
+class Policy(NamedTuple):
+    """A model that can be asked, and where it comes from."""
+
+    name: str
+    """What was asked for."""
+    model: TransformerConfig
+    """Its architecture, without adapters: those of a run are merged."""
+    params: nnx.State
+    """Its parameters, placed by `sharding.LEARNER_RULES`: what a sampler's `synchronise` takes."""
+    tokenizer: Tokenizer
+    """Its tokenizer; the embedding has `tokenizer.vocab_size` entries."""
+    config: Config | None = None
+    """The run's configuration, if it is one."""
+    step: int = 0
+    """The run's step; 0 for a published model."""
+
+
+def load_policy(
+    name: str,
+    mesh: Mesh,
+    *,
+    chat: bool = True,
+    system_prompt: str | None = None,
+    context_tokens: int | None = None,
+    dtype: DTypeLike = jnp.float32,
+) -> Policy:
+    """A policy by name. Called by all processes alike.
+
+    Args:
+        name: the directory of a run, with @STEP for another checkpoint than its newest; or a directory with
+            config.json and safetensors, a .gguf file, or smollm2-135m.
+        mesh: where its parameters go.
+        chat: of a published model, whether prompts go into its chat template if it has one. A run's own setting holds.
+        system_prompt: of a published model, what the system says first in a chat.
+        context_tokens: of a published model, the longest sequence; None: as long as the model was made for.
+        dtype: of the parameters.
+
+    Raises:
+        FileNotFoundError: there is no such model, run or checkpoint.
+        ValueError: a model that cannot be read.
+    """
+    directory, _, step = name.rpartition("@")
+    if not step.isdecimal() or not Path(directory).is_dir():
+        directory, step = name, ""
+    if (Path(directory) / "checkpoints").is_dir():
+        return _of_run(name, RunDirectory(Path(directory)), int(step) if step else None, mesh, dtype)
+    if (Path(name) / "command.txt").is_file():
+        raise FileNotFoundError(f"{name} is a run without a checkpoint yet")
+    pretrained = Pretrained(name, chat, system_prompt)
+    stored = pretrained.open()
+    if chat and not stored.tokenizer().config.get("chat_template"):
+        pretrained = Pretrained(name, chat=False)
+    architecture = read_config(stored.config, stored.path)
+    wishes = TransformerConfig(context_tokens=context_tokens or architecture.context_tokens)
+    model = adapted(architecture, wishes)
+    params = load_params(stored, model, mesh, dtype=dtype)
+    return Policy(name, model, params, pretrained.tokenizer(stored))
+
+
+def _of_run(name: str, directory: RunDirectory, step: int | None, mesh: Mesh, dtype: DTypeLike) -> Policy:
+    path = directory.path
+    config = load(path / "config.json")
+    found = newest_step(directory.checkpoints) if step is None else step
+    checkpoint = directory.checkpoints / str(found)
+    if not checkpoint.is_dir():
+        there = sorted(int(entry.name) for entry in directory.checkpoints.glob("*") if entry.name.isdigit())
+        raise FileNotFoundError(f"{path} has no checkpoint of step {found}; it has {there or 'none'}")
+    if config.pretrained is None:
+        tokenizer = config.task.tokenizer
+    else:
+        tokenizer = config.pretrained.tokenizer(config.pretrained.open())
+    model = config.model
+    params = restore_params(checkpoint / "state", model, tokenizer.vocab_size, mesh)
+    plain = adapted(model, TransformerConfig(dtype=model.dtype, context_tokens=model.context_tokens))
+    _, abstract = abstract_model(plain, tokenizer.vocab_size)
+    places = jax.tree.map(lambda spec: NamedSharding(mesh, spec), weight_specs(abstract, mesh, sharding.LEARNER_RULES))
+    finish = jax.jit(
+        lambda params: jax.tree.map(lambda leaf: leaf.astype(dtype), merged(params, model.lora)), out_shardings=places
+    )
+    return Policy(name, plain, finish(params), tokenizer, config, found)
+
+
+def restore_params(path: Path, model: TransformerConfig, vocab_size: int, mesh: Mesh) -> nnx.State:
+    """The parameters, adapters beside them, out of a checkpoint's train state, and nothing else of it."""
+    _, abstract = abstract_model(model, vocab_size)
+    specs = weight_specs(abstract, mesh, sharding.LEARNER_RULES)
+    placed = jax.tree.map(
+        lambda leaf, spec: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec)),
+        abstract,
+        specs,
+    )
+    wanted = {"params": placed}
+    arguments = ocp.args.PyTreeRestore(
+        wanted, restore_args=ocp.checkpoint_utils.construct_restore_args(wanted), partial_restore=True
+    )
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+        return checkpointer.restore(path.absolute(), args=arguments)["params"]

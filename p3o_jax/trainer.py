@@ -234,7 +234,7 @@ class Trainer:
             rollout,
             epochs=self.config.epochs,
             model=self.config.model,
-            vocab_size=self.task.tokenizer.vocab_size,
+            vocab_size=self.tokenizer.vocab_size,
             num_devices=self.mesh.size / self.num_parts,
             device_kind=self.mesh.devices.flat[0].device_kind,
         )

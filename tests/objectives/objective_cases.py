@@ -1,5 +1,6 @@
-"""Every objective, and a random batch for them, with NaN wherever nothing should be read."""
+"""Every objective, batches for them with NaN wherever nothing should be read, and the loss with its gradient."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -23,6 +24,7 @@ from p3o_jax.objectives import (
     SequenceMean,
     TruncatedIs,
     Vcpo,
+    objective_loss,
 )
 from p3o_jax.types import Support
 
@@ -89,3 +91,31 @@ def random_batch(seed=0, rows=8, tokens=6, vocabulary=5, drift=0.4, dtype=np.flo
         "support": Support(None, poisoned(full["mu"]), poisoned(full["snapshot"])),
         "support_log_probs": poisoned(full["pi"]),
     }
+
+
+def loss_and_gradient(objective, **arguments):
+    """Op by op, in one shape for all (few programs): what is added is masked, and NaN."""
+    rows, tokens = arguments["log_probs"].shape
+
+    def pad(x):
+        fill = jnp.zeros((), x.dtype) if x.dtype == jnp.bool_ else jnp.nan
+        widths = ((0, 8 - rows), (0, 6 - tokens), *((0, 0),) * (x.ndim - 2))
+        return jnp.pad(x, widths, constant_values=fill) if (rows, tokens) != (8, 6) else x
+
+    arguments = jax.tree.map(pad, arguments)
+    log_probs = arguments.pop("log_probs")
+    (loss, logged), gradient = jax.value_and_grad(lambda x: objective_loss(objective, x, **arguments), has_aux=True)(
+        log_probs
+    )
+    return float(loss), logged, np.asarray(gradient)[:rows, :tokens]
+
+
+def two_tokens(ratios, advantages, **rest):
+    """One row of tokens with log pi = -1 and these ratios."""
+    log_probs = jnp.full((1, len(ratios)), -1.0)
+    return {
+        "log_probs": log_probs,
+        "behaviour_log_probs": log_probs - jnp.log(jnp.asarray([ratios], jnp.float32)),
+        "advantages": jnp.asarray([advantages], jnp.float32),
+        "mask": jnp.ones((1, len(ratios)), bool),
+    } | rest

@@ -124,7 +124,7 @@ def test_eight_devices(name):
     assert_same(on_eight_devices(OBJECTIVES[name], random_batch()), expected_of(name))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("name", [name for name in OBJECTIVES if name not in ("p3o", "gspo")])
 def test_eight_devices_every_objective(name):
     test_eight_devices(name)

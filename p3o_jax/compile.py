@@ -60,7 +60,7 @@ def abstract_sampler_arguments(trainer: Trainer) -> tuple[tuple, dict[str, Any]]
         np.zeros(1, np.int32),
     )
     rows = _rows(arrays, config.prompts_per_step, trainer)
-    scalars = (jax.eval_shape(trainer.key, 0), jnp.float32(1), jnp.int32(0))
+    scalars = (jax.eval_shape(trainer.key, 0), jnp.float32(1))
     options = {"num_samples": config.samples_per_prompt, "greedy": False, "support": trainer.sampler_support}
     return (trainer.sampler.abstract_weights(), *rows, *scalars), options
 

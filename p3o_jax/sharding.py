@@ -203,6 +203,11 @@ def max_over_tensor(partial: Array) -> Array:
     return jax.lax.pmax(partial, "tensor") if _active("tensor") else partial
 
 
+def max_over_shards(partial: Array) -> Array:
+    """The maximum over the devices of a `tensor` group where they hold different parts; not differentiated."""
+    return max_over_tensor(partial) if _active("tensor") and "tensor" in _varying(partial) else partial
+
+
 def gather_over_tensor(part: Array) -> Array:
     """The last axis whole, on every device of a `tensor` group. A sum of disjoint parts rather than a gather,
     so that its type says that the devices agree."""

@@ -9,6 +9,7 @@ import jax
 
 from p3o_jax.checkpoint import Checkpoints, newest_step
 from p3o_jax.config import Config, to_json
+from p3o_jax.precision import describe
 from p3o_jax.processes import all_rows, fail_together, of_first_process
 from p3o_jax.prompts import prompt_batches
 from p3o_jax.rollouts import make_batch, readable, rollout_metrics, score
@@ -58,6 +59,9 @@ def train(
         Writer(directory.path, enabled=trainer.is_main) as writer,
         Progress(config.num_steps, enabled=trainer.is_main) as progress,
     ):
+        if trainer.is_main:
+            for line in describe(config.precision, trainer.mesh.devices.flat[0].device_kind):
+                print(f"sampler: {line}", flush=True)
         done, state, ring, loop = trainer.restore(checkpoints) if resume else trainer.start()
         writer.resume_at(done + 1 if done else 0)  # without a checkpoint, the evaluation at 0 is made again too
         prompts = prompt_batches(config.task, config.seed, config.prompts_per_step, position=loop["prompt_position"])
@@ -79,7 +83,7 @@ def train(
             clock.begin("learn")
             _, sampled_by = ring.behaviour
             state, metrics = trainer.learn(state, batch, rollout.group, sampled_by)
-            ring.push(step, trainer.remember(state))
+            ring.push(step, trainer.remember(state, step))
             clock.begin("evaluate")
             if config.is_due(step, config.evaluate_every):
                 metrics |= trainer.evaluate(ring.newest["sampler"])

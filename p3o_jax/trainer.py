@@ -116,7 +116,7 @@ class Trainer:
             for batch in demonstrations(self.task, warm_start, self.config.seed, **processes):
                 taught, _ = teacher.update(taught, sharding.to_global(batch, self.mesh))
             state = self.learner.init_from(lora.with_weights(state.params, taught.params))
-        ring = PolicyRing(self.config.staleness, {0: self.remember(state)})
+        ring = PolicyRing(self.config.staleness, {0: self.remember(state, 0)})
         return RunState(0, state, ring, {"prompt_position": 0})
 
     def restore(self, checkpoints: Checkpoints) -> RunState:
@@ -125,7 +125,7 @@ class Trainer:
         if step is None:
             return self.start()
         abstract = self.learner.abstract_state()
-        remembered = {"sampler": self.sampler.abstract_weights()}
+        remembered: dict[str, Any] = {"sampler": self.sampler.abstract_weights()}
         if self.remembers_params:
             remembered["learner"] = lora.split(abstract.params)[0]
         state, past, loop = checkpoints.restore(step, abstract, remembered)
@@ -136,11 +136,11 @@ class Trainer:
         """Whether a snapshot is wanted of parameters that the learner no longer has."""
         return self.config.objective.snapshot == "rollout" and self.config.staleness > 0
 
-    def remember(self, state: TrainState) -> dict[str, Any]:
+    def remember(self, state: TrainState, step: int) -> dict[str, Any]:
         """What is kept of a policy until it is too old to sample: the sampler's weights, and, for a snapshot of the
         parameters that sampled, what the learner trains, at full precision and sharded as it is: another 4 bytes a
         trained parameter for each of the `staleness` + 1 versions. Without staleness the learner still has them."""
-        remembered = {"sampler": self.sampler.synchronise(state.params)}
+        remembered = {"sampler": self.sampler.synchronise(state.params, step)}
         if self.remembers_params:
             remembered["learner"] = jax.tree.map(jnp.copy, lora.split(state.params)[0])
         return remembered
@@ -151,7 +151,7 @@ class Trainer:
 
     def sample(self, ring: PolicyRing, prompts: Sequence[Prompt], step: int) -> Rollout:
         """A group of responses to each prompt, by the policy of `staleness` steps ago; on the host."""
-        version, remembered = ring.behaviour
+        _, remembered = ring.behaviour
         rollout = self.sampler(
             remembered["sampler"],
             [self.tokenizer.encode(prompt.text) for prompt in prompts],
@@ -159,7 +159,6 @@ class Trainer:
             key=self.key(_TRAIN, step),
             num_samples=self.config.samples_per_prompt,
             temperature=self.config.sampler_temperature,
-            policy_version=version,
             support=self.sampler_support,
         )
         return sharding.to_local(rollout)

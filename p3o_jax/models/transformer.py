@@ -12,20 +12,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import qwix
 from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
 from p3o_jax import sharding
 from p3o_jax.models import lora as lora_lib
+from p3o_jax.models import quantised
 from p3o_jax.models.architecture import TransformerConfig
 from p3o_jax.models.attention import AttentionForm, cached_attention, causal_attention
+from p3o_jax.models.kv_cache import KVCache
 from p3o_jax.models.log_probs import softcapped
 from p3o_jax.models.rope import rope_frequencies, rotate
+from p3o_jax.precision import Format
 
 # What `jax.checkpoint` keeps of a layer. Attention's products have a batch axis, and are recomputed; so are the weights
 # gathered over `fsdp`, unless nothing is.
@@ -38,13 +42,6 @@ _ACTIVATIONS: Mapping[str, Callable[[Array], Array]] = {
     "silu": jax.nn.silu,
     "gelu_tanh": partial(jax.nn.gelu, approximate=True),
 }
-
-
-class KVCache(NamedTuple):
-    """Keys and values of all layers; slot s of a row holds its token at position s."""
-
-    keys: Float[Array, "L B S K H"]
-    values: Float[Array, "L B S K H"]
 
 
 def _weight(
@@ -66,7 +63,9 @@ def _weight(
 
 
 def _use(param: nnx.Param, dtype: jnp.dtype, *, stacked: bool = True) -> Array:
-    """A weight as it is multiplied: in the compute dtype, gathered over `fsdp`."""
+    """A weight as it is multiplied: in the compute dtype, gathered over `fsdp` if it is the learner's."""
+    if isinstance(param.get_value(), qwix.QArray):
+        return quantised.dequantised(param.get_value(), dtype)
     axes = param.get_metadata()["logical_axes"]
     return sharding.gather_weight(param[...], axes[1:] if stacked else axes, dtype)
 
@@ -74,16 +73,16 @@ def _use(param: nnx.Param, dtype: jnp.dtype, *, stacked: bool = True) -> Array:
 def _rms_norm(x: Float[Array, "... D"], weight: nnx.Param, config: TransformerConfig) -> Float[Array, "... D"]:
     x32 = x.astype(jnp.float32)
     normed = x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + config.norm_epsilon)
-    scale = weight[...].astype(jnp.float32)
+    scale = quantised.dequantised(weight.get_value(), jnp.float32)
     return (normed * (1.0 + scale if config.norm_offset else scale)).astype(x.dtype)
 
 
 class _Layers(nnx.Module):
     """The weights of all blocks, stacked; merged with one layer's slice inside the scan it is one block."""
 
-    def __init__(self, config: TransformerConfig, rngs: nnx.Rngs):
+    def __init__(self, config: TransformerConfig, rngs: nnx.Rngs, activations: Format | None):
         c, layers = config, config.num_layers
-        self.config = config
+        self.config, self.activations = config, activations or config.dtype
         norm = partial(_weight, rngs, layers=layers, constant=0.0 if c.norm_offset else 1.0)
         self.attention_norm = norm((c.embed_dim,), ("norm",))
         qkv = [
@@ -115,7 +114,9 @@ class _Layers(nnx.Module):
     def product(self, name: str, x: Array) -> Array:
         """The input times a weight, and through its adapter if it has one."""
         inputs, lora = lora_lib.num_inputs(name), self.config.lora
-        out = jnp.tensordot(x, _use(getattr(self, name), x.dtype), inputs)
+        param = getattr(self, name)
+        weight = param.get_value() if isinstance(param.get_value(), qwix.QArray) else _use(param, x.dtype)
+        out = quantised.product(x, weight, inputs, self.activations)
         if lora is None or name not in lora.targets:
             return out
         a, b = (_use(getattr(self, f"{name}_{part}"), x.dtype) for part in "ab")
@@ -161,12 +162,13 @@ class _Layers(nnx.Module):
 class Transformer(nnx.Module):
     """The model. `hidden` and `decode` give final hidden states, `logits` turns them into logits."""
 
-    def __init__(self, config: TransformerConfig, vocab_size: int, rngs: nnx.Rngs):
+    def __init__(self, config: TransformerConfig, vocab_size: int, rngs: nnx.Rngs, activations: Format | None = None):
+        """`activations`: the format in which the inputs of the layers' products are taken; None: the compute dtype."""
         self.config = config
         self.vocab_size = vocab_size
         axes = ("vocabulary", "embed")
         self.embedding = _weight(rngs, (vocab_size, config.embed_dim), axes, config.embed_dim)
-        self.layers = _Layers(config, rngs)
+        self.layers = _Layers(config, rngs, activations)
         self.final_norm = _weight(rngs, (config.embed_dim,), ("norm",), constant=0.0 if config.norm_offset else 1.0)
         if not config.tied_embeddings:
             self.head = _weight(rngs, (vocab_size, config.embed_dim), axes, config.embed_dim)
@@ -230,16 +232,14 @@ class Transformer(nnx.Module):
         rows = jnp.arange(tokens.shape[0])
 
         def layer(carry, of_layer):
-            x, (keys, values) = carry
+            x, cache = carry
             weights, sliding, index = of_layer
 
             def attend(query, key, value):
                 # The cache is carried, not scanned over, so that XLA updates it in place.
-                new_keys = keys.at[index, rows, positions].set(key[:, 0].astype(keys.dtype))
-                new_values = values.at[index, rows, positions].set(value[:, 0].astype(values.dtype))
-                cached = (part[index].astype(query.dtype) for part in (new_keys, new_values))
-                attended = cached_attention(query, *cached, positions + 1, self.form, sliding)
-                return attended, KVCache(new_keys, new_values)
+                written = cache.write(index, rows, positions, key[:, 0], value[:, 0])
+                cached = written.read(index, query.dtype)
+                return cached_attention(query, *cached, positions + 1, self.form, sliding), written
 
             return nnx.merge(graphdef, weights).block(x, positions[:, None], attend, sliding), None
 
@@ -257,9 +257,11 @@ class Transformer(nnx.Module):
         return softcapped(product, self.config.logit_softcap)
 
 
-def abstract_model(config: TransformerConfig, vocab_size: int) -> tuple[nnx.GraphDef, nnx.State]:
+def abstract_model(
+    config: TransformerConfig, vocab_size: int, activations: Format | None = None
+) -> tuple[nnx.GraphDef, nnx.State]:
     """The model's structure, and its parameters as shapes with their logical axes; nothing is allocated."""
-    model = nnx.eval_shape(lambda: Transformer(config, vocab_size, nnx.Rngs(0)))
+    model = nnx.eval_shape(lambda: Transformer(config, vocab_size, nnx.Rngs(0), activations))
     return nnx.split(model)
 
 

@@ -7,7 +7,6 @@ its place there, or the mesh.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -17,14 +16,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from p3o_jax import sharding
-from p3o_jax.models.lora import merged
-from p3o_jax.models.transformer import KVCache, Transformer, TransformerConfig, abstract_model, weight_specs
+from p3o_jax.models.kv_cache import KVCache
+from p3o_jax.models.transformer import Transformer, TransformerConfig
 from p3o_jax.precision import Precision
 from p3o_jax.sampler.distributions import distribution, empty_support
+from p3o_jax.sampler.weights import WeightFormat, Weights
 from p3o_jax.types import FinishReason, Rollout, Support
 
 
@@ -77,31 +77,24 @@ class Sampler:
         if outside:
             raise ValueError(f"sampler: stop ids {outside} are outside the vocabulary of {vocab_size} tokens")
         self.limits, self.precision, self.mesh = limits, precision, mesh
-        lora = config.lora
-        config = dataclasses.replace(config, dtype=precision.activations, lora=None)
-        self._graphdef, abstract = abstract_model(config, vocab_size)
-        self._weight_specs = weight_specs(abstract, mesh, sharding.SAMPLER_RULES)
-        self.synchronise = jax.jit(
-            lambda params: cast_weights(merged(params, lora), precision.weights),
-            out_shardings=jax.tree.map(lambda spec: NamedSharding(mesh, spec), self._weight_specs),
-        )
-        """Learner parameters -> the sampler's own copy: adapters merged, cast, moved to the sampler's sharding."""
-        self._abstract = abstract
+        self._format = WeightFormat(config, vocab_size, precision, mesh)
         self.sample = jax.jit(self._sharded_sample, static_argnames=("num_samples", "greedy", "support"))
         """The compiled part of a call: weights, padded prompts and what they are sampled with -> rollout."""
 
-    def abstract_weights(self) -> nnx.State:
+    def synchronise(self, params: nnx.State, version: int = 0) -> Weights:
+        """Learner parameters -> the sampler's own copy: adapters merged, cast or quantised, moved to its sharding.
+
+        Nothing else outlives a call, so there is no cache that could belong to another version.
+        """
+        return self._format.synchronise(params, version)
+
+    def abstract_weights(self) -> Weights:
         """Shapes, dtypes and shardings of what `synchronise` returns, for restoring a checkpoint."""
-        dtype = jnp.dtype(self.precision.weights)
-        return jax.tree.map(
-            lambda leaf, spec: jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=NamedSharding(self.mesh, spec)),
-            self._abstract,
-            self._weight_specs,
-        )
+        return self._format.abstract()
 
     def __call__(
         self,
-        weights: nnx.State,
+        weights: Weights,
         prompts: Sequence[Sequence[int]],
         prompt_indices: Sequence[int],
         *,
@@ -109,7 +102,6 @@ class Sampler:
         num_samples: int = 1,
         temperature: float = 1.0,
         greedy: bool = False,
-        policy_version: int = 0,
         support: int | Literal["exact"] | None = None,
     ) -> Rollout:
         """Responses to this process's prompts, `num_samples` each, on the device.
@@ -149,7 +141,6 @@ class Sampler:
             *sharding.to_global(arrays, self.mesh),
             key,
             jnp.float32(temperature),
-            jnp.int32(policy_version),
             num_samples=num_samples,
             greedy=greedy,
             support=support,
@@ -160,7 +151,7 @@ class Sampler:
         sample = jax.shard_map(
             partial(self._local_sample, num_samples=num_samples, greedy=greedy, support=support),
             mesh=self.mesh,
-            in_specs=(self._weight_specs, rows, rows, rows, whole, whole, whole),
+            in_specs=(Weights(self._format.specs, whole), rows, rows, rows, whole, whole),
             out_specs=rows,
         )
         return sample(weights, *arrays)
@@ -173,14 +164,13 @@ class Sampler:
         prompt_index,
         key,
         temperature,
-        policy_version,
         *,
         num_samples,
         greedy,
         support,
     ) -> Rollout:
         """What one device does with its prompts [N, P]; rows B = N x num_samples."""
-        model: Transformer = nnx.merge(self._graphdef, weights)
+        model: Transformer = nnx.merge(self._format.graphdef, weights.params)
         positions = jnp.broadcast_to(jnp.arange(prompts.shape[1], dtype=jnp.int32), prompts.shape)
         hidden, cache = model.hidden(prompts, positions)
         last = jnp.take_along_axis(hidden, (prompt_length - 1)[:, None, None], axis=1)[:, 0]
@@ -188,9 +178,9 @@ class Sampler:
         def per_sample(array: Array, axis: int = 0) -> Array:
             return jnp.repeat(array, num_samples, axis=axis)
 
-        def cache_slots(array: Float[Array, "L N P K H"]) -> Float[Array, "L B S K H"]:
-            room = ((0, 0), (0, 0), (0, self.limits.response_tokens), (0, 0), (0, 0))
-            return per_sample(jnp.pad(array.astype(self.precision.kv_cache), room), axis=1)
+        def cache_slots(array: Float[Array, "L N P ..."]) -> Float[Array, "L B S ..."]:
+            room = ((0, 0), (0, 0), (0, self.limits.response_tokens)) + ((0, 0),) * (array.ndim - 3)
+            return per_sample(jnp.pad(array, room), axis=1)
 
         samples = jnp.tile(jnp.arange(num_samples), prompts.shape[0])
         groups, prompt_length = per_sample(prompt_index), per_sample(prompt_length)
@@ -208,7 +198,7 @@ class Sampler:
             finish_reason=jnp.full_like(prompt_length, FinishReason.LENGTH),
             done=jnp.zeros_like(prompt_length, jnp.bool_),
             logits=per_sample(model_logits(model, last)),
-            cache=jax.tree.map(cache_slots, cache),
+            cache=jax.tree.map(cache_slots, cache.stored_as(self.precision.kv_cache)),
             support=jax.tree.map(like_rows, empty_support(support, tokens.shape, model.vocab_size)),
         )
 
@@ -246,7 +236,7 @@ class Sampler:
             response_length=state.response_length,
             behaviour_log_probs=state.log_probs,
             temperature=like_rows(jnp.full(rows.shape, temperature)),
-            policy_version=like_rows(jnp.full(rows.shape, policy_version)),
+            policy_version=like_rows(jnp.full(rows.shape, weights.version)),
             source=jnp.zeros_like(prompt_length),
             finish_reason=state.finish_reason,
             group=groups,
@@ -279,8 +269,3 @@ def sample_token(
 def is_one_of(tokens: Int[Array, " B"], ids: tuple[int, ...]) -> Bool[Array, " B"]:
     """Which tokens are among `ids`."""
     return (tokens[:, None] == jnp.asarray(ids, tokens.dtype)).any(axis=-1)
-
-
-def cast_weights(weights: Any, dtype: str) -> Any:
-    """A copy in another dtype; a copy even where nothing changes, since the learner donates its buffers."""
-    return jax.tree.map(lambda weight: jnp.array(weight, dtype, copy=True), weights)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from p3o_jax.models.transformer import KVCache, Transformer, TransformerConfig, abstract_model
+from p3o_jax.models.transformer import Transformer, TransformerConfig, abstract_model
 
 VOCAB = 11
 CONFIGS = {
@@ -102,7 +102,8 @@ def test_prefill_then_decode_equals_the_whole_sequence(name):
     prompt = jnp.where(jnp.arange(5) < lengths[:, None], tokens[:, :5], VOCAB - 1)  # other tokens behind the prompt
     _, cache, _ = forward(model, prompt, arange_positions(prompt))
     decode = jax.jit(lambda model, *arguments: model.decode(*arguments))
-    cache = KVCache(*(jnp.pad(part, ((0, 0), (0, 0), (0, 5), (0, 0), (0, 0)), constant_values=1e3) for part in cache))
+    room = ((0, 0), (0, 0), (0, 5), (0, 0), (0, 0))
+    cache = jax.tree.map(lambda part: jnp.pad(part, room, constant_values=1e3), cache)
     for _ in range(4):
         at = lengths[:, None]
         hidden, cache = decode(model, jnp.take_along_axis(tokens, at, 1)[:, 0], lengths, cache)

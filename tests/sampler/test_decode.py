@@ -35,9 +35,9 @@ def one_device():
     return make_mesh(devices=jax.devices()[:1])
 
 
-def sample(mesh=None, *, limits=LIMITS, prompts=PROMPTS, indices=None, seed=0, **options) -> Rollout:
+def sample(mesh=None, *, limits=LIMITS, prompts=PROMPTS, indices=None, seed=0, version=0, **options) -> Rollout:
     sampler = Sampler(CONFIG, VOCAB, limits, Precision(), mesh or one_device())
-    weights = sampler.synchronise(weights_of(CONFIG, VOCAB))
+    weights = sampler.synchronise(weights_of(CONFIG, VOCAB), version)
     indices = range(len(prompts)) if indices is None else indices
     return to_local(sampler(weights, prompts, list(indices), key=jax.random.key(seed), **options))
 
@@ -175,7 +175,7 @@ def test_samples_steps_and_prompts_have_their_own_randomness():
 
 
 def test_finish_reasons_lengths_and_groups():
-    rollout = sample(num_samples=16, policy_version=5, temperature=1.2)
+    rollout = sample(num_samples=16, version=5, temperature=1.2)
     seen = set()
     for row in range(len(rollout.tokens)):
         ids, reason = response(rollout, row), rollout.finish_reason[row]
@@ -211,7 +211,7 @@ def test_bfloat16_is_a_setting_and_says_so_in_its_log_probs():
     """The sampler's own precision: log-probs differ from float32's, and are those of what it computed."""
     sampler = Sampler(CONFIG, VOCAB, LIMITS, Precision("bfloat16", "bfloat16", "bfloat16"), one_device())
     weights = sampler.synchronise(weights_of(CONFIG, VOCAB))
-    assert {leaf.dtype for leaf in jax.tree.leaves(weights)} == {jnp.dtype("bfloat16")}
+    assert {leaf.dtype for leaf in jax.tree.leaves(weights.params)} == {jnp.dtype("bfloat16")}
     rollout = to_local(sampler(weights, PROMPTS, range(len(PROMPTS)), key=jax.random.key(0)))
     assert rollout.behaviour_log_probs.dtype == np.float32
     reference = sample()

@@ -117,8 +117,9 @@ def test_one_device_and_eight_give_the_same_run(tmp_path):
 
 
 def test_a_resumed_run_is_the_run(tmp_path):
-    """With rollouts from past policies, whose weights must survive too."""
-    config = replace(SMALL, staleness=1, num_steps=5, minibatches=1, epochs=2)
+    """With rollouts from past policies, whose quantised weights must survive too."""
+    precision = Precision("int8", "fp8_e4m3", "int8")
+    config = replace(SMALL, staleness=1, num_steps=5, minibatches=1, epochs=2, precision=precision)
     expected = run(tmp_path / "whole", config)
     interrupted = tmp_path / "interrupted"
     run(interrupted, replace(config, num_steps=3))

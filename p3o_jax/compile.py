@@ -14,7 +14,6 @@ from itertools import groupby
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
@@ -24,6 +23,7 @@ from p3o_jax.config import Config
 from p3o_jax.models import lora
 from p3o_jax.models.flops import forward_flops, update_flops
 from p3o_jax.rollouts import make_batch
+from p3o_jax.sampler.loop import Options
 from p3o_jax.trainer import Trainer
 from p3o_jax.types import Batch, Rollout
 
@@ -54,15 +54,12 @@ def topology(name: str, num_slices: int = 1) -> list[jax.Device]:
 def abstract_sampler_arguments(trainer: Trainer) -> tuple[tuple, dict[str, Any]]:
     """What a rollout step hands to the compiled sampler, as shapes."""
     config = trainer.config
-    arrays = (
-        np.zeros((1, config.task.max_prompt_tokens), np.int32),
-        np.zeros(1, np.int32),
-        np.zeros(1, np.int32),
-    )
-    rows = _rows(arrays, config.prompts_per_step, trainer)
-    scalars = (jax.eval_shape(trainer.key, 0), jnp.float32(1))
-    options = {"num_samples": config.samples_per_prompt, "greedy": False, "support": trainer.sampler_support}
-    return (trainer.sampler.abstract_weights(), *rows, *scalars), options
+    longest = [0] * config.task.max_prompt_tokens
+    request, truncation = trainer.sampler.requests([longest], [0], config.sampling)
+    requests = _rows(request, config.prompts_per_step, trainer)
+    options = Options(config.samples_per_prompt, False, truncation, trainer.sampler_support)
+    arguments = (trainer.sampler.abstract_weights(), requests, jax.eval_shape(trainer.key, 0))
+    return arguments, {"options": options}
 
 
 def abstract_batch(trainer: Trainer) -> Batch:

@@ -26,6 +26,7 @@ from p3o_jax.models.transformer import TransformerConfig
 from p3o_jax.objectives import P3O, Aggregation, Objective
 from p3o_jax.optimizer import OptimizerConfig
 from p3o_jax.precision import Precision
+from p3o_jax.sampler import Sampling
 from p3o_jax.sharding import MeshShape
 from p3o_jax.tasks import SortDigits, Task
 from p3o_jax.warm_start import WarmStart
@@ -76,6 +77,18 @@ class Config:
 
     sampler_temperature: float = 1.0
     """Temperature rollouts are sampled at."""
+    sampler_top_k: int | None = None
+    """Rollouts are sampled from the so many most likely tokens; None: from all."""
+    sampler_top_p: float = 1.0
+    """Rollouts are sampled from the smallest set of most likely tokens that has this mass; 1: from all."""
+    sampler_min_p: float = 0.0
+    """Rollouts are sampled from tokens at least so many times as likely as the most likely one; 0: from all."""
+    allow_truncated_behaviour: bool = False
+    """Accept top-k, top-p or min-p for rollouts. What they cut is never sampled, however likely the learner finds it,
+    and no ratio repairs that: the objective is then not that of the policy."""
+    sampler_slots: int | None = None
+    """Rows decoded at a time, over all devices; a slot whose row has ended takes the next row that waits. Saves time
+    and memory where lengths differ much; changes no row. None: all rows of a step."""
     learner_temperature: float | None = None
     """Temperature of the policy that is optimised; None: the sampler's."""
     precision: Precision = Precision()
@@ -86,7 +99,9 @@ class Config:
     evaluation_prompts: int = 256
     """Size of the fixed evaluation set, disjoint from the training prompts."""
     evaluation_samples: int = 2
-    """Samples per evaluation prompt for pass@1, at temperature 1."""
+    """Samples per evaluation prompt for pass@1."""
+    evaluation_sampling: Sampling = Sampling()
+    """How they are sampled; truncation is free here."""
     save_every: int = 20
     """Rollout steps between checkpoints; after the last there always is one."""
     write_rollouts_every: int = 20
@@ -111,6 +126,9 @@ class Config:
                 raise ValueError(f"{name} must be positive and finite, got {temperature}")
         if self.pretrained is not None and self.warm_start is not None:
             raise ValueError("warm_start is for a randomly initialised model: leave it out, or leave out pretrained")
+        if self.sampler_slots is not None and self.sampler_slots < 1:
+            raise ValueError(f"sampler_slots must be at least 1, got {self.sampler_slots}")
+        self._check_truncation()
         if self.seed >= 2**32:
             raise ValueError(f"seed must be below 2**32, got {self.seed}")
         if self.objective.reference_kl_coefficient > 0:
@@ -123,6 +141,26 @@ class Config:
                 f"samples_per_prompt=1: with {type(self.advantages).__name__}, which compares the samples of a prompt, "
                 "every advantage would be 0; give at least 2, or advantages=BatchWhitening()"
             )
+
+    def _check_truncation(self) -> None:
+        if not self.sampling.is_truncated:
+            return
+        cuts = ", ".join(f"sampler_{name}={getattr(self.sampling, name)}" for name in ("top_k", "top_p", "min_p"))
+        if not self.allow_truncated_behaviour:
+            raise ValueError(
+                f"{cuts}: rollouts would be from a truncated distribution, whose missing support no ratio repairs; "
+                "give allow_truncated_behaviour=True if that is wanted (evaluation_sampling is free)"
+            )
+        if self.objective.support in ("behaviour", "both"):
+            raise ValueError(
+                f"{cuts}: the objective's KL to the behaviour distribution is infinite where that is truncated; "
+                "sample from all tokens, or give the objective a KL of the sampled tokens"
+            )
+
+    @property
+    def sampling(self) -> Sampling:
+        """How rollouts are sampled."""
+        return Sampling(self.sampler_temperature, self.sampler_top_k, self.sampler_top_p, self.sampler_min_p)
 
     @property
     def num_updates(self) -> int:
@@ -170,6 +208,8 @@ def validate(config: Config, *, vocab_size: int, batch_shards: int, num_processe
         )
     if c.prompts_per_step % batch_shards:
         raise ValueError(f"prompts_per_step={c.prompts_per_step} does not divide over {batch_shards} devices")
+    if c.sampler_slots is not None and c.sampler_slots % batch_shards:
+        raise ValueError(f"sampler_slots={c.sampler_slots} does not divide over {batch_shards} devices")
     if c.warm_start is not None and c.warm_start.rows_per_step % batch_shards:
         raise ValueError(
             f"warm_start.rows_per_step={c.warm_start.rows_per_step} does not divide over {batch_shards} devices"

@@ -13,7 +13,7 @@ from p3o_jax import sharding
 from p3o_jax.models.tokenizer import Tokenizer
 from p3o_jax.processes import row_part
 from p3o_jax.rollouts import score
-from p3o_jax.sampler import Sampler
+from p3o_jax.sampler import AS_THEY_ARE, Sampler, Sampling
 from p3o_jax.tasks.base import Prompt, Task
 from p3o_jax.types import FinishReason
 
@@ -21,7 +21,7 @@ from p3o_jax.types import FinishReason
 class Evaluation(NamedTuple):
     """Means over all prompts of the set, on all hosts."""
 
-    pass_at_1: float  # at temperature 1, over all samples
+    pass_at_1: float  # over all samples
     greedy: float
     response_tokens_mean: float
     truncated_fraction: float
@@ -37,6 +37,7 @@ def evaluate(
     *,
     key: Array,
     num_samples: int,
+    sampling: Sampling = AS_THEY_ARE,
     prompts_per_batch: int,
 ) -> Evaluation:
     """Evaluates sampler weights; called by all processes alike.
@@ -60,6 +61,7 @@ def evaluate(
                 [prompt.index for prompt in filled[mine]],
                 key=key,
                 num_samples=samples,
+                sampling=sampling,
                 greedy=greedy,
             )
             rollout = jax.tree.map(lambda rows, n=num_real * samples: rows[:n], sharding.to_local(rollout))

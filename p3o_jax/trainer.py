@@ -74,7 +74,9 @@ class Trainer:
                     f"evaluation prompt {prompt.index} has {length} tokens, more than the task's "
                     f"{self.task.max_prompt_tokens}"
                 )
-        limits = SamplingLimits(self.task.max_prompt_tokens, self.task.max_response_tokens, tokenizer.eos_ids)
+        limits = SamplingLimits(
+            self.task.max_prompt_tokens, self.task.max_response_tokens, tokenizer.eos_ids, slots=config.sampler_slots
+        )
         self.sampler = Sampler(config.model, tokenizer.vocab_size, limits, config.precision, self.mesh)
         self.learner = Learner(
             config.model,
@@ -158,7 +160,7 @@ class Trainer:
             [prompt.index for prompt in prompts],
             key=self.key(_TRAIN, step),
             num_samples=self.config.samples_per_prompt,
-            temperature=self.config.sampler_temperature,
+            sampling=self.config.sampling,
             support=self.sampler_support,
         )
         return sharding.to_local(rollout)
@@ -250,6 +252,7 @@ class Trainer:
             self.tokenizer,
             key=self.key(_EVALUATION),
             num_samples=self.config.evaluation_samples,
+            sampling=self.config.evaluation_sampling,
             prompts_per_batch=self.config.prompts_per_step,
         )
         prefix = f"eval/{self.task.name}"

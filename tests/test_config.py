@@ -15,6 +15,7 @@ from p3o_jax.models.transformer import TransformerConfig
 from p3o_jax.objectives import P3O, ConstantNormaliser, Grpo, Objective
 from p3o_jax.optimizer import OptimizerConfig
 from p3o_jax.precision import Precision
+from p3o_jax.sampler import Sampling
 from p3o_jax.sharding import MeshShape
 from p3o_jax.tasks import ReasoningGym
 from p3o_jax.warm_start import WarmStart
@@ -34,6 +35,7 @@ RICH = Config(
     warm_start=WarmStart(optimizer=OptimizerConfig(decay="linear")),
     precision=Precision("bfloat16", "bfloat16", "float32"),
     learner_temperature=0.6,
+    evaluation_sampling=Sampling(top_k=20, top_p=0.95),
     mesh=MeshShape(data=2, fsdp=2, tensor=2),
 )
 
@@ -86,6 +88,15 @@ def test_a_damaged_config_is_refused_by_field(change, message):
         ({"learner_temperature": float("inf")}, "learner_temperature must be positive and finite"),
         ({"seed": 2**32}, r"seed must be below 2\*\*32"),
         ({"objective": P3O(reference_kl_coefficient=0.1)}, "objective.reference_kl_coefficient=0.1: a run keeps no"),
+        ({"sampler_slots": 0}, "sampler_slots must be at least 1, got 0"),
+        ({"sampler_top_p": 0.0}, "top_p must be above 0"),
+        ({"sampler_top_k": 5}, "sampler_top_k=5, .*give allow_truncated_behaviour=True"),
+        ({"sampler_top_p": 0.9}, "sampler_top_p=0.9, .*give allow_truncated_behaviour=True"),
+        ({"sampler_min_p": 0.1}, "sampler_min_p=0.1: .*give allow_truncated_behaviour=True"),
+        (
+            {"sampler_top_k": 5, "allow_truncated_behaviour": True, "objective": P3O(kl="exact")},
+            "KL to the behaviour distribution is infinite",
+        ),
         ({"samples_per_prompt": 1}, "samples_per_prompt=1: with GroupZScore"),
     ],
 )
@@ -101,6 +112,7 @@ def test_impossible_values_are_refused(change, message):
         ({"samples_per_prompt": 3, "minibatches": 16}, "= 6 rows does not divide over 8 devices"),
         ({"prompts_per_step": 12, "minibatches": 1, "samples_per_prompt": 8}, "does not divide over 8 devices"),
         ({"micro_batches": 7}, "micro_batches=7"),
+        ({"sampler_slots": 12}, "sampler_slots=12 does not divide over 8 devices"),
         ({"warm_start": WarmStart(rows_per_step=12)}, "warm_start.rows_per_step=12 does not divide over 8 devices"),
         ({"model": TransformerConfig(context_tokens=16)}, "exceed model.context_tokens=16"),
         ({"model": TransformerConfig(num_heads=6, num_kv_heads=6), "mesh": MeshShape(tensor=4)}, "model.num_heads=6"),
@@ -110,6 +122,12 @@ def test_impossible_values_are_refused(change, message):
 def test_what_does_not_fit_the_devices_or_the_task_is_refused(change, message):
     with pytest.raises(ValueError, match=message):
         validate(replace(Config(), **change), vocab_size=12, batch_shards=8, num_processes=1)
+
+
+def test_truncated_rollouts_are_accepted_by_name_and_truncated_evaluation_always():
+    cut = {"sampler_top_k": 5, "sampler_top_p": 0.9, "sampler_min_p": 0.1, "sampler_temperature": 0.8}
+    assert Config(**cut, allow_truncated_behaviour=True).sampling == Sampling(0.8, 5, 0.9, 0.1)
+    assert not Config(evaluation_sampling=Sampling(top_p=0.9)).sampling.is_truncated
 
 
 def test_the_default_fits():

@@ -1,31 +1,31 @@
-"""The sampler: prefill, then a `while_loop` that decodes until every row has stopped.
+"""The sampler: its own copy of the weights, and prompts in, rollouts out.
 
 The prompts of a group share one prefill. A row's random numbers are keyed by (seed,
 purpose, prompt, sample, position), so its tokens do not depend on the batch it is in,
-its place there, or the mesh.
+its place there, or the mesh. One program is compiled for each length that prompts are
+padded to (`prompt_buckets`), and nothing else about the prompts or their settings.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array
 
 from p3o_jax import sharding
-from p3o_jax.models.kv_cache import KVCache
-from p3o_jax.models.transformer import Transformer, TransformerConfig
+from p3o_jax.models.transformer import TransformerConfig
 from p3o_jax.precision import Precision
-from p3o_jax.sampler.distributions import distribution, empty_support
+from p3o_jax.sampler import loop
+from p3o_jax.sampler.loop import Options, Requests
+from p3o_jax.sampler.sampling import AS_THEY_ARE, NOTHING_CUT, RowSampling, Sampling, Truncation
 from p3o_jax.sampler.weights import WeightFormat, Weights
-from p3o_jax.types import FinishReason, Rollout, Support
+from p3o_jax.types import Rollout
 
 
 @dataclass(frozen=True)
@@ -40,19 +40,17 @@ class SamplingLimits:
     """The model's end-of-sequence tokens: finish reason `eos`."""
     stop_ids: tuple[int, ...] = ()
     """Other tokens that end a response: finish reason `stop`."""
+    slots: int | None = None
+    """Rows decoded at a time, over all devices; a slot whose row has ended takes the next row. None: all rows."""
 
 
-class _Loop(NamedTuple):
-    """The state of the decoding loop; row r has sampled `response_length[r]` tokens."""
+SHORTEST_BUCKET = 16
 
-    tokens: Int[Array, "B S"]
-    log_probs: Float[Array, "B S"]
-    response_length: Int[Array, " B"]
-    finish_reason: Int[Array, " B"]
-    done: Bool[Array, " B"]
-    logits: Float[Array, "B V"]
-    cache: KVCache
-    support: Support | None  # as in the rollout
+
+def prompt_buckets(limit: int) -> list[int]:
+    """The lengths that prompts are padded to: `limit`, and the powers of 2 from 16 below it."""
+    buckets = [SHORTEST_BUCKET << i for i in range(limit.bit_length())]
+    return [*(bucket for bucket in buckets if bucket < limit), limit]
 
 
 class Sampler:
@@ -73,13 +71,24 @@ class Sampler:
                 f"sampler: prompts of {limits.prompt_tokens} and responses of {limits.response_tokens} tokens exceed "
                 f"model.context_tokens={config.context_tokens}"
             )
+        shards = sharding.num_batch_shards(mesh)
+        if limits.slots is not None and (limits.slots < 1 or limits.slots % shards):
+            raise ValueError(f"sampler: slots={limits.slots} must be a positive multiple of the {shards} row shards")
         outside = [i for i in (*limits.eos_ids, *limits.stop_ids) if not 0 <= i < vocab_size]
         if outside:
             raise ValueError(f"sampler: stop ids {outside} are outside the vocabulary of {vocab_size} tokens")
         self.limits, self.precision, self.mesh = limits, precision, mesh
         self._format = WeightFormat(config, vocab_size, precision, mesh)
-        self.sample = jax.jit(self._sharded_sample, static_argnames=("num_samples", "greedy", "support"))
-        """The compiled part of a call: weights, padded prompts and what they are sampled with -> rollout."""
+        self._loop_limits = loop.Limits(
+            limits.eos_ids,
+            limits.stop_ids,
+            limits.response_tokens,
+            total,
+            None if limits.slots is None else limits.slots // shards,
+            precision.kv_cache,
+        )
+        self.sample = jax.jit(self._sharded_sample, static_argnames="options")
+        """The compiled part of a call: weights, requests and key -> rollout."""
 
     def synchronise(self, params: nnx.State, version: int = 0) -> Weights:
         """Learner parameters -> the sampler's own copy: adapters merged, cast or quantised, moved to its sharding.
@@ -100,7 +109,8 @@ class Sampler:
         *,
         key: Array,
         num_samples: int = 1,
-        temperature: float = 1.0,
+        sampling: Sampling | Sequence[Sampling] = AS_THEY_ARE,
+        response_limits: Sequence[int] | None = None,
         greedy: bool = False,
         support: int | Literal["exact"] | None = None,
     ) -> Rollout:
@@ -111,161 +121,67 @@ class Sampler:
             prompts: token ids; their number must divide by the devices of this process that share rows.
             prompt_indices: one id a prompt; rows are keyed by it and grouped by it.
             key: of the seed and the purpose (training step, evaluation).
-            temperature: logits are divided by it; positive.
+            num_samples: rows of each prompt.
+            sampling: temperature and truncation, of all prompts or of each.
+            response_limits: longest response of each prompt, at most `limits.response_tokens`, which is the default.
             greedy: take the most likely token instead; log-probs are then 0, those of a certain event.
             support: what to keep of every distribution sampled from besides the token's own log-prob: of the
-                k most likely tokens (a number), or of the whole vocabulary ("exact").
+                k most likely tokens (a number), or of the whole vocabulary ("exact"); -inf at tokens that are cut.
 
         Returns:
             A `Rollout` of global arrays, rows ordered by prompt, then sample.
 
         Raises:
-            ValueError: an empty or too long prompt, or a temperature that is not positive.
+            ValueError: an empty or too long prompt, or settings that do not go with the prompts.
         """
         if greedy and support is not None:
             raise ValueError("sampler: support is of sampled distributions, and greedy=True does not sample")
-        if not temperature > 0:
-            raise ValueError(f"sampler: temperature must be positive, got {temperature} (for the mode use greedy=True)")
-        limit = self.limits.prompt_tokens
-        padded = np.zeros((len(prompts), limit), np.int32)
-        lengths = np.asarray([len(prompt) for prompt in prompts], np.int32)
-        for i, prompt in enumerate(prompts):
-            if not 0 < len(prompt) <= limit:
-                raise ValueError(
-                    f"sampler: prompt {prompt_indices[i]} has {len(prompt)} tokens, allowed are 1 to {limit}"
-                )
-            padded[i, : len(prompt)] = prompt
-        arrays = (padded, lengths, np.asarray(prompt_indices, np.int32))
-        return self.sample(
-            weights,
-            *sharding.to_global(arrays, self.mesh),
-            key,
-            jnp.float32(temperature),
-            num_samples=num_samples,
-            greedy=greedy,
-            support=support,
-        )
+        requests, truncation = self.requests(prompts, prompt_indices, sampling, response_limits)
+        options = Options(num_samples, greedy, NOTHING_CUT if greedy else truncation, support)
+        return self.sample(weights, sharding.to_global(requests, self.mesh), key, options=options)
 
-    def _sharded_sample(self, weights, *arrays, num_samples: int, greedy: bool, support: Any) -> Rollout:
-        rows, whole = sharding.batch_spec(self.mesh), PartitionSpec()
-        sample = jax.shard_map(
-            partial(self._local_sample, num_samples=num_samples, greedy=greedy, support=support),
-            mesh=self.mesh,
-            in_specs=(Weights(self._format.specs, whole), rows, rows, rows, whole, whole),
-            out_specs=rows,
-        )
-        return sample(weights, *arrays)
-
-    def _local_sample(
+    def requests(
         self,
-        weights,
-        prompts,
-        prompt_length,
-        prompt_index,
-        key,
-        temperature,
-        *,
-        num_samples,
-        greedy,
-        support,
-    ) -> Rollout:
-        """What one device does with its prompts [N, P]; rows B = N x num_samples."""
-        model: Transformer = nnx.merge(self._format.graphdef, weights.params)
-        positions = jnp.broadcast_to(jnp.arange(prompts.shape[1], dtype=jnp.int32), prompts.shape)
-        hidden, cache = model.hidden(prompts, positions)
-        last = jnp.take_along_axis(hidden, (prompt_length - 1)[:, None, None], axis=1)[:, 0]
-
-        def per_sample(array: Array, axis: int = 0) -> Array:
-            return jnp.repeat(array, num_samples, axis=axis)
-
-        def cache_slots(array: Float[Array, "L N P ..."]) -> Float[Array, "L B S ..."]:
-            room = ((0, 0), (0, 0), (0, self.limits.response_tokens)) + ((0, 0),) * (array.ndim - 3)
-            return per_sample(jnp.pad(array, room), axis=1)
-
-        samples = jnp.tile(jnp.arange(num_samples), prompts.shape[0])
-        groups, prompt_length = per_sample(prompt_index), per_sample(prompt_length)
-        row_keys = jax.vmap(lambda prompt, sample: jax.random.fold_in(jax.random.fold_in(key, prompt), sample))(
-            groups, samples
+        prompts: Sequence[Sequence[int]],
+        prompt_indices: Sequence[int],
+        sampling: Sampling | Sequence[Sampling],
+        response_limits: Sequence[int] | None = None,
+    ) -> tuple[Requests, Truncation]:
+        """Checked and padded, on the host; padding and truncation are those of all processes' prompts together."""
+        longest, room = self.limits.prompt_tokens, self.limits.response_tokens
+        settings = [sampling] * len(prompts) if isinstance(sampling, Sampling) else list(sampling)
+        limits = [room] * len(prompts) if response_limits is None else list(response_limits)
+        for name, values in (("prompt_indices", prompt_indices), ("sampling", settings), ("response_limits", limits)):
+            if len(values) != len(prompts):
+                raise ValueError(f"sampler: {len(values)} {name} for {len(prompts)} prompts")
+        for index, prompt, limit in zip(prompt_indices, prompts, limits, strict=True):
+            if not 0 < len(prompt) <= longest:
+                raise ValueError(f"sampler: prompt {index} has {len(prompt)} tokens, allowed are 1 to {longest}")
+            if not 0 < limit <= room:
+                raise ValueError(f"sampler: response limit of prompt {index} is {limit}, allowed are 1 to {room}")
+        mine = Truncation.of(settings)
+        top_k, top_p, min_p, used = sharding.gather_over_processes(
+            np.asarray([mine.top_k or 0, mine.top_p, mine.min_p, max(map(len, prompts))])
+        ).max(axis=0)
+        width = next(bucket for bucket in prompt_buckets(longest) if used <= bucket)
+        padded = np.zeros((len(prompts), width), np.int32)
+        for row, prompt in zip(padded, prompts, strict=True):
+            row[: len(prompt)] = prompt
+        requests = Requests(
+            padded,
+            np.asarray([len(prompt) for prompt in prompts], np.int32),
+            np.asarray(prompt_indices, np.int32),
+            np.asarray(limits, np.int32),
+            RowSampling.of(settings),
         )
-        room = jnp.zeros((prompts.shape[0], self.limits.response_tokens), prompts.dtype)
-        tokens = per_sample(jnp.concatenate([prompts, room], axis=1))
-        rows = jnp.arange(tokens.shape[0])
-        like_rows = partial(sharding.match_variance, like=prompt_length)
-        state = _Loop(
-            tokens=tokens,
-            log_probs=like_rows(jnp.zeros(tokens.shape, jnp.float32)),
-            response_length=jnp.zeros_like(prompt_length),
-            finish_reason=jnp.full_like(prompt_length, FinishReason.LENGTH),
-            done=jnp.zeros_like(prompt_length, jnp.bool_),
-            logits=per_sample(model_logits(model, last)),
-            cache=jax.tree.map(cache_slots, cache.stored_as(self.precision.kv_cache)),
-            support=jax.tree.map(like_rows, empty_support(support, tokens.shape, model.vocab_size)),
-        )
+        return requests, Truncation(int(top_k) or None, bool(top_p), bool(min_p))
 
-        def draw(state: _Loop) -> _Loop:
-            """Samples one token for every row that has not stopped."""
-            at = prompt_length + state.response_length
-            token, log_prob = sample_token(state.logits, temperature, row_keys, state.response_length, greedy)
-            kept = distribution(state.logits, temperature, support)
-            write = partial(jnp.where, state.done)
-            length = write(state.response_length, state.response_length + 1)
-            is_eos, is_stop = is_one_of(token, self.limits.eos_ids), is_one_of(token, self.limits.stop_ids)
-            reason = jnp.where(is_eos, FinishReason.EOS, jnp.where(is_stop, FinishReason.STOP, FinishReason.LENGTH))
-            # A row that has stopped writes out of bounds, which drops the write.
-            at = write(tokens.shape[1], at)
-            kept = jax.tree.map(lambda of_all, new: of_all.at[rows, at].set(new, mode="drop"), state.support, kept)
-            return state._replace(
-                tokens=state.tokens.at[rows, at].set(token, mode="drop"),
-                log_probs=state.log_probs.at[rows, at].set(log_prob, mode="drop"),
-                response_length=length,
-                finish_reason=write(state.finish_reason, reason.astype(jnp.int32)),
-                done=state.done | is_eos | is_stop | (length == self.limits.response_tokens),
-                support=kept,
-            )
+    def _sharded_sample(self, weights: Weights, requests: Requests, key: Array, *, options: Options) -> Rollout:
+        rows, whole = sharding.batch_spec(self.mesh), PartitionSpec()
 
-        def step(state: _Loop) -> _Loop:
-            """Feeds the token drawn last, and draws the next."""
-            position = prompt_length + state.response_length - 1
-            hidden, cache = model.decode(state.tokens[rows, position], position, state.cache)
-            return draw(state._replace(logits=model_logits(model, hidden), cache=cache))
+        def local(weights: Weights, requests: Requests, key: Array) -> Rollout:
+            model = nnx.merge(self._format.graphdef, weights.params)
+            return loop.sample(model, requests, key, weights.version, options, self._loop_limits)
 
-        state = jax.lax.while_loop(lambda state: ~state.done.all(), step, draw(state))
-        return Rollout(
-            tokens=state.tokens,
-            prompt_length=prompt_length,
-            response_length=state.response_length,
-            behaviour_log_probs=state.log_probs,
-            temperature=like_rows(jnp.full(rows.shape, temperature)),
-            policy_version=like_rows(jnp.full(rows.shape, weights.version)),
-            source=jnp.zeros_like(prompt_length),
-            finish_reason=state.finish_reason,
-            group=groups,
-            support=state.support,
-        )
-
-
-def model_logits(model: Transformer, hidden: Float[Array, "B D"]) -> Float[Array, "B V"]:
-    """Logits over the whole vocabulary, which the draw needs, on every device of a `tensor` group."""
-    return sharding.gather_over_tensor(model.logits(hidden))
-
-
-def sample_token(
-    logits: Float[Array, "B V"],
-    temperature: Float[Array, ""],
-    row_keys: Array,
-    position: Int[Array, " B"],
-    greedy: bool,
-) -> tuple[Int[Array, " B"], Float[Array, " B"]]:
-    """A token a row from softmax(logits / temperature), and its log-probability under it, float32."""
-    if greedy:
-        token = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-        return token, jnp.zeros_like(logits[:, 0])
-    log_probs = jax.nn.log_softmax(logits / temperature, axis=-1)
-    keys = jax.vmap(jax.random.fold_in)(row_keys, position)
-    token = jax.vmap(jax.random.categorical)(keys, log_probs).astype(jnp.int32)
-    return token, jnp.take_along_axis(log_probs, token[:, None], axis=-1)[:, 0]
-
-
-def is_one_of(tokens: Int[Array, " B"], ids: tuple[int, ...]) -> Bool[Array, " B"]:
-    """Which tokens are among `ids`."""
-    return (tokens[:, None] == jnp.asarray(ids, tokens.dtype)).any(axis=-1)
+        in_specs = (Weights(self._format.specs, whole), rows, whole)
+        return jax.shard_map(local, mesh=self.mesh, in_specs=in_specs, out_specs=rows)(weights, requests, key)

@@ -19,14 +19,11 @@ def empty_support(support: int | str | None, shape: tuple[int, int], vocab_size:
     return Support(jnp.zeros(room, jnp.int32), jnp.zeros(room, jnp.float32))
 
 
-def distribution(
-    logits: Float[Array, "B V"], temperature: Float[Array, ""], support: int | str | None
-) -> Support | None:
-    """softmax(logits / temperature) of every row, as much of it as `support` says."""
+def distribution(log_probs: Float[Array, "B V"], support: int | str | None) -> Support | None:
+    """The distribution of every row, as much of it as `support` says; -inf at tokens that cannot be drawn."""
     if support is None:
         return None
-    log_probs = jax.nn.log_softmax(logits / temperature, axis=-1)
     if isinstance(support, str):
         return Support(behaviour_log_probs=log_probs)
-    largest, indices = jax.lax.top_k(log_probs, min(support, logits.shape[-1]))
+    largest, indices = jax.lax.top_k(log_probs, min(support, log_probs.shape[-1]))
     return Support(indices, largest)

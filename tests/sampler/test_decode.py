@@ -13,7 +13,7 @@ from flax import nnx
 from p3o_jax.models.log_probs import token_log_probs
 from p3o_jax.models.transformer import Transformer, TransformerConfig, abstract_model
 from p3o_jax.precision import Precision
-from p3o_jax.sampler import Sampler, SamplingLimits
+from p3o_jax.sampler import Sampler, Sampling, SamplingLimits
 from p3o_jax.sharding import MeshShape, make_mesh, to_local
 from p3o_jax.types import FinishReason, Rollout
 
@@ -39,6 +39,8 @@ def sample(mesh=None, *, limits=LIMITS, prompts=PROMPTS, indices=None, seed=0, v
     sampler = Sampler(CONFIG, VOCAB, limits, Precision(), mesh or one_device())
     weights = sampler.synchronise(weights_of(CONFIG, VOCAB), version)
     indices = range(len(prompts)) if indices is None else indices
+    temperature = options.pop("temperature", 1.0)
+    options.setdefault("sampling", Sampling(temperature))
     return to_local(sampler(weights, prompts, list(indices), key=jax.random.key(seed), **options))
 
 
@@ -100,7 +102,7 @@ def test_distribution_equals_enumeration_at_a_temperature():
             [0],
             key=jax.random.key(0),
             num_samples=count,
-            temperature=temperature,
+            sampling=Sampling(temperature),
         )
     )
     counts: dict[tuple, int] = dict.fromkeys(exact, 0)

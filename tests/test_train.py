@@ -214,12 +214,20 @@ def test_prompts_that_do_not_fit_are_refused_before_anything_runs(tmp_path):
 
 
 def test_updates_that_are_never_finite_end_the_run(tmp_path):
+    """Rollouts are of the first policy, so that they stay finite when the learner's no longer is."""
     with pytest.raises(
         FloatingPointError, match=r"updates in a row .* rows have log-probs that are not finite, of prompts \d+, "
     ):
         run(
             tmp_path / "run",
-            replace(SMALL, optimizer=OptimizerConfig(learning_rate=1e30), max_skipped_updates=3, num_steps=20),
+            replace(
+                SMALL,
+                optimizer=OptimizerConfig(learning_rate=1e30),
+                max_skipped_updates=3,
+                num_steps=20,
+                staleness=20,
+                evaluate_every=0,
+            ),
         )
 
 

@@ -18,6 +18,8 @@ import tyro
 from p3o_jax import processes
 from p3o_jax.compilation_cache import enable_compilation_cache
 from p3o_jax.config import Config
+from p3o_jax.output import closed_output_ends_quietly
+from p3o_jax.preemption import Preempted
 from p3o_jax.processes import ElsewhereError
 from p3o_jax.train import train
 from p3o_jax.writers import read_metrics
@@ -31,7 +33,7 @@ class Run:
     run_dir: Path | None = None
     """Directory of the run. Default: runs/EXPERIMENT/VARIANT/TIME."""
     resume: bool = False
-    """Continue the run in --run-dir from its newest checkpoint."""
+    """Continue the run in --run-dir from its newest whole checkpoint; if there is no run yet, start it."""
     distributed: bool = False
     """This process is one of several hosts (`p3o_jax.processes`); needs --run-dir, the same for all."""
 
@@ -39,8 +41,14 @@ class Run:
 def run_experiment(name: str, description: str, variants: Mapping[str, Config]) -> None:
     """`python -m experiments.NAME [VARIANT] [--overrides]`; without a variant, all of them, one after another.
 
-    Exits with one line and status 1 or, if it is the command line that is wrong, 2.
+    Exits with one line and status 1 or, if it is the command line that is wrong, 2; with status 0 if it was asked to
+    end and can be continued.
     """
+    with closed_output_ends_quietly():
+        _run_experiment(name, description, variants)
+
+
+def _run_experiment(name: str, description: str, variants: Mapping[str, Config]) -> None:
     arguments = sys.argv[1:]
     try:
         runs = parse(name, description, variants, arguments)
@@ -55,8 +63,18 @@ def run_experiment(name: str, description: str, variants: Mapping[str, Config]) 
             command = [sys.executable, "-m", f"experiments.{name}", *arguments]
             train(run.config, run_dirs[variant], resume=run.resume, argv=command)
             seconds[variant] = time.perf_counter() - started
+    except BrokenPipeError:
+        raise
     except (ValueError, OSError, ImportError, FloatingPointError, ElsewhereError) as error:
         sys.exit(f"error: {error}")
+    except Preempted as ending:
+        print(ending, flush=True)
+        sys.exit(0)
+    except jax.errors.JaxRuntimeError as error:
+        if jax.process_count() == 1:
+            raise
+        # The others may be gone: nothing that would wait for them, not even at exit.
+        processes.end_at_once(error)
     except KeyboardInterrupt:
         sys.exit(
             "interrupted; the same command with --resume and the run's --run-dir continues from its last checkpoint"

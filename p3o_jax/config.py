@@ -104,20 +104,39 @@ class Config:
     """How they are sampled; truncation is free here."""
     save_every: int = 20
     """Rollout steps between checkpoints; after the last there always is one."""
+    keep_checkpoints: int = 2
+    """How many of the newest checkpoints are kept; the best evaluated one always is."""
+    keep_every: int = 0
+    """Checkpoints at multiples of this many rollout steps are kept too. 0: none."""
     write_rollouts_every: int = 20
     """Rollout steps between files of readable rollouts. 0: none."""
     max_skipped_updates: int = 10
     """Stop after this many non-finite updates in a row."""
+    roll_back: int = 0
+    """How often to go back to the last good checkpoint instead; the prompts go on, so other data follow."""
+    watchdog_seconds: float = 1800.0
+    """Report a step that takes longer, compilation aside. 0: never."""
+    watchdog_ends: bool = False
+    """End the process that reports, so that whatever starts runs can start it again."""
 
     def __post_init__(self) -> None:
         positive = (
             "num_steps", "prompts_per_step", "samples_per_prompt", "epochs", "minibatches", "micro_batches",
-            "evaluation_prompts", "evaluation_samples", "save_every", "max_skipped_updates", "support_tokens",
+            "evaluation_prompts", "evaluation_samples", "save_every", "keep_checkpoints", "max_skipped_updates",
+            "support_tokens",
         )  # fmt: skip
         for name in positive:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("staleness", "evaluate_every", "write_rollouts_every", "seed"):
+        for name in (
+            "staleness",
+            "evaluate_every",
+            "keep_every",
+            "write_rollouts_every",
+            "roll_back",
+            "watchdog_seconds",
+            "seed",
+        ):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
         for name in ("sampler_temperature", "learner_temperature"):

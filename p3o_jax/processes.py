@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import numpy as np
@@ -15,6 +16,10 @@ from jax.sharding import Mesh
 _MESSAGE_BYTES = 1024
 _SHUTDOWN_SECONDS = 30
 """How long a process that ends waits for the others, which end with it if they were not about to."""
+
+
+_LOST = ("gloo", "connection", "heartbeat", "unavailable", "peer", "deadline", "aborted")
+"""Words of the runtime's errors when a process does not answer any more."""
 
 
 class ElsewhereError(RuntimeError):
@@ -42,6 +47,17 @@ def initialize() -> None:
         raise ValueError(f"--distributed: no other processes found; set {', '.join(names)} ({error})") from error
 
 
+def end_at_once(error: BaseException) -> NoReturn:
+    """Ends this process with status 1 and one line, without waiting for the others as an orderly exit would."""
+    text = str(error)
+    reason = text.splitlines()[0][:300] if text else type(error).__name__
+    lost = any(word in text.lower() for word in _LOST)
+    what = "another process is lost, and this one ends with it" if lost else "failed on a device"
+    sys.stdout.flush()
+    print(f"error: process {jax.process_index()}: {what} ({reason})", file=sys.stderr, flush=True)
+    os._exit(1)
+
+
 @contextmanager
 def fail_together() -> Iterator[None]:
     """A block that every process runs: if it raises on one, it raises on all.
@@ -54,15 +70,33 @@ def fail_together() -> Iterator[None]:
         yield
     except Exception as error:  # whatever it is, the others must hear of it
         failure, message = error, str(error).encode()[:_MESSAGE_BYTES] or type(error).__name__.encode()
-    if jax.process_count() > 1:
-        padded = np.zeros(_MESSAGE_BYTES, np.uint8)
-        padded[: len(message)] = np.frombuffer(message, np.uint8)
-        heard = multihost_utils.process_allgather(padded)
-        for process, text in enumerate(heard):
-            if text.any() and failure is None:
-                raise ElsewhereError(f"process {process}: {bytes(text).rstrip(bytes(1)).decode(errors='replace')}")
+    heard = _first_message(message)
     if failure is not None:
         raise failure
+    if heard is not None:
+        raise ElsewhereError(f"process {heard[0]}: {heard[1]}")
+
+
+def agreed(message: str | None) -> str | None:
+    """The first of the messages that processes have, None if none has one; every process must call it."""
+    heard = _first_message((message or "").encode()[:_MESSAGE_BYTES])
+    return None if heard is None else heard[1]
+
+
+def agreed_any(flag: bool) -> bool:
+    """Whether it is so on any process; every process must call it."""
+    return flag if jax.process_count() == 1 else bool(multihost_utils.process_allgather(np.asarray(flag)).any())
+
+
+def _first_message(message: bytes) -> tuple[int, str] | None:
+    """The first process with a message, and what it says."""
+    padded = np.zeros(_MESSAGE_BYTES, np.uint8)
+    padded[: len(message)] = np.frombuffer(message, np.uint8)
+    heard = padded[None] if jax.process_count() == 1 else multihost_utils.process_allgather(padded)
+    for process, text in enumerate(heard):
+        if text.any():
+            return process, bytes(text).rstrip(bytes(1)).decode(errors="replace")
+    return None
 
 
 def row_part(mesh: Mesh) -> tuple[int, int]:

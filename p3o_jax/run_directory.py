@@ -3,7 +3,8 @@
 config.json        the complete configuration
 command.txt        the command of every start, one a line
 environment.json   versions, devices, commit; one record a start
-metrics.jsonl, events.out.tfevents.*, rollouts/, checkpoints/     as the run writes them
+status.json        what the run is doing (`run_status`)
+metrics.jsonl, events.out.tfevents.*, rollouts/, checkpoints/, nonfinite/     as the run writes them
 """
 
 from __future__ import annotations
@@ -23,8 +24,13 @@ from typing import Any
 
 import jax
 
-MAY_DIFFER = ("num_steps", "evaluate_every", "save_every", "write_rollouts_every")
-"""Fields that a resumed run may change: how long it is, and what it writes when."""
+MAY_DIFFER = (
+    "num_steps", "evaluate_every", "save_every", "keep_checkpoints", "keep_every", "write_rollouts_every",
+    "watchdog_seconds", "watchdog_ends", "max_skipped_updates", "roll_back",
+    "mesh.slice", "mesh.data", "mesh.fsdp", "mesh.tensor", "micro_batches",
+)  # fmt: skip
+"""Fields that a resumed run may change: how long it is, what it writes when, what it does when things go wrong, and how
+its devices share the work, which changes results by rounding only."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +43,10 @@ class RunDirectory:
     def checkpoints(self) -> Path:
         """Where checkpoints go."""
         return self.path / "checkpoints"
+
+    def nonfinite_batch(self, step: int) -> Path:
+        """Where the batch of a step goes that has an update which was skipped (`nonfinite.read_dump`)."""
+        return self.path / "nonfinite" / f"step_{step}.npz"
 
     @classmethod
     def open(
@@ -56,17 +66,17 @@ class RunDirectory:
             path: the directory; it must not exist or be empty, unless resumed.
             config: the complete configuration, as JSON values.
             argv: the command line.
-            resume: whether to continue.
+            resume: whether to continue; if there is no run yet, one is started, so that the command that starts a
+                run can be the one that continues it.
             may_differ: fields, by dotted name, in which a resumed run's configuration may differ.
 
         Raises:
             FileExistsError: the directory holds a run, or something else.
-            FileNotFoundError: there is no run to resume.
-            ValueError: the run to be resumed has another configuration.
+            ValueError: the run to be resumed has another configuration, or its records are damaged.
         """
         directory = cls(Path(path))
         if jax.process_index() == 0:
-            if resume:
+            if resume and (directory.path / "config.json").exists():
                 directory._check_same_run(config, may_differ)
             else:
                 directory._check_free()
@@ -81,17 +91,17 @@ class RunDirectory:
             raise FileExistsError(
                 f"{self.path} holds another run: continue it with --resume, or give another --run-dir"
             )
-        if self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
+        if self.path.exists() and not (
+            self.path.is_dir() and all(path.name in _OF_A_START for path in self.path.iterdir())
+        ):
             raise FileExistsError(f"{self.path} exists and is not a run: give another --run-dir")
 
     def _check_same_run(self, config: Mapping[str, Any], may_differ: Sequence[str]) -> None:
         path = self.path / "config.json"
-        if not path.exists():
-            raise FileNotFoundError(f"{self.path} holds no run to resume: leave out --resume to start one there")
         try:
             before = json.loads(path.read_text())
         except ValueError as error:
-            raise ValueError(f"{path} is not valid JSON: {error}") from error
+            raise ValueError(f"{path} is damaged: {error}") from error
         # As JSON, so that tuples are lists on both sides.
         now = json.loads(json.dumps(config))
         changes = [
@@ -111,12 +121,17 @@ class RunDirectory:
         with open(self.path / "command.txt", "a") as file:
             file.write(shlex.join(argv) + "\n")
         starts_path = self.path / "environment.json"
-        starts = json.loads(starts_path.read_text()) if starts_path.exists() else []
+        try:
+            starts = json.loads(starts_path.read_text()) if starts_path.exists() else []
+        except ValueError as error:
+            raise ValueError(f"{starts_path} is damaged: {error}; move it away to go on without it") from error
         write_atomically(starts_path, json.dumps([*starts, environment()], indent=2) + "\n")
         # Last: a directory with a config.json is a run.
         write_atomically(self.path / "config.json", as_json)
 
 
+_OF_A_START = ("command.txt", "environment.json", "environment.json.tmp", "config.json.tmp")
+"""What a start that was cut short leaves: not a run yet."""
 _ABSENT = "absent"
 
 

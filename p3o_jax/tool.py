@@ -7,6 +7,7 @@ import pkgutil
 import sys
 
 from p3o_jax import commands
+from p3o_jax.output import closed_output_ends_quietly
 
 
 def usage() -> str:
@@ -19,6 +20,11 @@ def usage() -> str:
 
 def main() -> None:
     """Entry of `p3o`; exits with one line if it cannot do what it is asked."""
+    with closed_output_ends_quietly():
+        _main()
+
+
+def _main() -> None:
     verb, *arguments = sys.argv[1:] or ["--help"]
     if verb in ("-h", "--help"):
         print(usage())
@@ -27,6 +33,8 @@ def main() -> None:
         sys.exit(f"error: unknown verb {verb!r}\n{usage()}")
     try:
         importlib.import_module(f"{commands.__name__}.{verb}").run(arguments)
+    except BrokenPipeError:
+        raise
     except (ValueError, OSError, ImportError, FloatingPointError) as error:
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:

@@ -7,15 +7,15 @@ from pathlib import Path
 
 import jax
 
-from p3o_jax.checkpoint import Checkpoints, newest_step
+from p3o_jax.checkpoint import newest_step
 from p3o_jax.config import Config, to_json
+from p3o_jax.lifecycle import Lifecycle
 from p3o_jax.precision import describe
 from p3o_jax.processes import all_rows, fail_together, of_first_process
 from p3o_jax.prompts import prompt_batches
 from p3o_jax.rollouts import make_batch, readable, rollout_metrics, score
 from p3o_jax.run_directory import MAY_DIFFER, RunDirectory
-from p3o_jax.stopwatch import Stopwatch
-from p3o_jax.trainer import Trainer
+from p3o_jax.trainer import RunState, Trainer
 from p3o_jax.writers import Progress, Writer
 
 
@@ -32,7 +32,7 @@ def train(
     Args:
         config: the run.
         run_dir: where it is written.
-        resume: continue the run that is there.
+        resume: continue the run that is there, from its newest checkpoint that is whole; without one, start it.
         argv: the command line, to be recorded.
         devices: default: all.
 
@@ -43,6 +43,10 @@ def train(
         ValueError: the configuration does not fit the devices or the task; nothing was compiled or written.
         FileExistsError: `run_dir` holds another run.
         FloatingPointError: too many updates in a row were not finite.
+        Preempted: the process was asked to end (SIGTERM, or the notice that a TPU will be taken away); there is a
+            checkpoint of the last step.
+        CheckpointError: a checkpoint could not be written, or none be restored.
+        OSError: something else could not be written.
     """
     trainer = Trainer(config, devices)
     config = trainer.config  # with a pretrained model's architecture in it
@@ -55,48 +59,67 @@ def train(
     with fail_together():  # only process 0 looks into the directory
         directory = RunDirectory.open(run_dir, to_json(config), argv, resume=resume, may_differ=may_differ)
     with (
-        Checkpoints(directory.checkpoints) as checkpoints,
         Writer(directory.path, enabled=trainer.is_main) as writer,
+        Lifecycle(trainer, directory, before_save=writer.flush) as life,
         Progress(config.num_steps, enabled=trainer.is_main) as progress,
     ):
         if trainer.is_main:
             for line in describe(config.precision, trainer.mesh.devices.flat[0].device_kind):
                 print(f"sampler: {line}", flush=True)
-        done, state, ring, loop = trainer.restore(checkpoints) if resume else trainer.start()
-        writer.resume_at(done + 1 if done else 0)  # without a checkpoint, the evaluation at 0 is made again too
+        made, state, ring, loop = (life.restore() if resume else None) or life.start()
+        with fail_together():
+            writer.resume_at(made + 1 if made else 0)  # before the first step, the evaluation at 0 is made again too
         prompts = prompt_batches(config.task, config.seed, config.prompts_per_step, position=loop["prompt_position"])
-        last = writer.write(0, trainer.evaluate(ring.newest["sampler"])) if done == 0 else {}
+        last: dict[str, float] = {}
+        if made == 0:
+            evaluated = trainer.evaluate(ring.newest["sampler"])
+            with fail_together():
+                last |= writer.write(0, evaluated)
 
-        for step in range(done + 1, config.num_steps + 1):
-            clock = Stopwatch(step, "sample")
+        while made < config.num_steps:
+            step = made + 1
+            clock = life.begin(step)
             of_step = next(prompts)
-            loop["prompt_position"] += len(of_step)
             asked = trainer.local(of_step)
             rollout = trainer.sample(ring, asked, step)
+            life.leave_if_asked(RunState(made, state, ring, loop))  # of which the rollouts are a function
+            loop = loop | {"prompt_position": loop["prompt_position"] + len(of_step)}
             clock.begin("score")
             with fail_together():
+                life.check()
                 _, rewards = score(config.task, asked, rollout, trainer.tokenizer)
             rewards = of_first_process(rewards, trainer.mesh)
             advantages = trainer.advantages(rewards, rollout.group)
             with fail_together():
-                batch = make_batch(rollout, advantages, learner_temperature=config.learner_temperature, step=step - 1)
+                batch = make_batch(rollout, advantages, learner_temperature=config.learner_temperature, step=made)
             clock.begin("learn")
             _, sampled_by = ring.behaviour
-            state, metrics = trainer.learn(state, batch, rollout.group, sampled_by)
+            try:
+                state, metrics = trainer.learn(state, batch, rollout.group, sampled_by, directory.nonfinite_batch(step))
+            except FloatingPointError as error:
+                loop = life.may_roll_back(loop, error)
+                state = ring = sampled_by = None  # makes room for what is restored
+            if state is None:
+                made, state, ring, loop = life.roll_back(loop)
+                with fail_together():
+                    writer.resume_at(made + 1)
+                continue
+            made, loop = step, loop | {"skipped_in_a_row": int(metrics["optim/skipped_updates_in_a_row"])}
             ring.push(step, trainer.remember(state, step))
             clock.begin("evaluate")
             if config.is_due(step, config.evaluate_every):
                 metrics |= trainer.evaluate(ring.newest["sampler"])
             clock.begin("write")
             metrics |= rollout_metrics(rollout, rewards, step - 1) | trainer.speed(clock.seconds, rollout)
-            last |= writer.write(step, metrics)
-            progress.update(step, last)
-            if config.is_due(step, config.write_rollouts_every):
+            writes_rollouts = config.is_due(step, config.write_rollouts_every)
+            if writes_rollouts:
                 of_all = all_rows((rollout._replace(support=None), rewards, advantages), trainer.mesh)
-                writer.rollouts(step, readable(of_step, of_all[0], of_all[1], of_all[2], trainer.tokenizer))
+            with fail_together():  # only process 0 writes
+                last |= writer.write(step, metrics)
+                if writes_rollouts:
+                    writer.rollouts(step, readable(of_step, of_all[0], of_all[1], of_all[2], trainer.tokenizer))
+            progress.update(step, last)
             clock.begin("save")
-            if config.is_due(step, config.save_every):
-                writer.flush()
-                checkpoints.save(step, state, ring.past, loop)
+            life.end_step(RunState(step, state, ring, loop), metrics)
             clock.end()
     return last

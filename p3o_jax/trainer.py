@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -20,7 +21,7 @@ from p3o_jax.learner import Learner, TrainState
 from p3o_jax.models import lora
 from p3o_jax.models.load import load_params
 from p3o_jax.models.tokenizer import Tokenizer
-from p3o_jax.nonfinite import nonfinite_rows
+from p3o_jax.nonfinite import Dump, nonfinite_rows, write_dump
 from p3o_jax.objectives import Reinforce
 from p3o_jax.packing import pack
 from p3o_jax.processes import row_part
@@ -33,6 +34,7 @@ from p3o_jax.types import Batch, Rollout
 from p3o_jax.warm_start import demonstrations
 
 _logger = logging.getLogger(__name__)
+_UPDATES_BETWEEN_PAUSES = 20
 
 
 class RunState(NamedTuple):
@@ -43,7 +45,8 @@ class RunState(NamedTuple):
     ring: PolicyRing
     loop: dict[str, Any]
     """What the loop holds on the host, as JSON values, the same on every process: `prompt_position`, the prompts of
-    the stream that were taken, over all processes."""
+    the stream that were taken, over all processes; `skipped_in_a_row`, updates up to this step; `rolled_back`, how
+    often the run went back to a checkpoint."""
 
 
 class Trainer:
@@ -95,8 +98,12 @@ class Trainer:
         """The root of the random numbers of one purpose at one step."""
         return jax.random.fold_in(jax.random.fold_in(self._key, purpose), step)
 
-    def start(self) -> RunState:
-        """The pretrained model's parameters or random ones, after the supervised warm start if there is one."""
+    def start(self, pause: Callable[[], None] = lambda: None) -> RunState:
+        """The pretrained model's parameters or random ones, after the supervised warm start if there is one.
+
+        Args:
+            pause: called now and then during the warm start, and may raise.
+        """
         state = self.learner.init(self.key(_INIT))
         if self._stored is not None:
             weights = load_params(self._stored, self.config.model, self.mesh)
@@ -115,23 +122,33 @@ class Trainer:
                 print(f"warm start: {warm_start.num_steps} supervised updates", flush=True)
             taught = teacher.init_from(lora.without_adapters(state.params))
             processes = {"num_processes": self.num_parts, "process": self.part}
-            for batch in demonstrations(self.task, warm_start, self.config.seed, **processes):
+            for i, batch in enumerate(demonstrations(self.task, warm_start, self.config.seed, **processes)):
+                if i % _UPDATES_BETWEEN_PAUSES == 0:
+                    pause()
                 taught, _ = teacher.update(taught, sharding.to_global(batch, self.mesh))
             state = self.learner.init_from(lora.with_weights(state.params, taught.params))
         ring = PolicyRing(self.config.staleness, {0: self.remember(state, 0)})
-        return RunState(0, state, ring, {"prompt_position": 0})
+        return RunState(0, state, ring, {"prompt_position": 0, "skipped_in_a_row": 0, "rolled_back": 0})
 
-    def restore(self, checkpoints: Checkpoints) -> RunState:
-        """The newest checkpoint, or the start if the run was interrupted before its first."""
-        step = checkpoints.latest_step()
-        if step is None:
-            return self.start()
+    def restore(self, checkpoints: Checkpoints, *, within_streak: bool = True) -> RunState | None:
+        """The newest checkpoint that is whole; None if there is none.
+
+        Args:
+            within_streak: also one that was made between updates that were skipped.
+
+        Raises:
+            CheckpointError: there are checkpoints, but none that is whole.
+        """
         abstract = self.learner.abstract_state()
         remembered: dict[str, Any] = {"sampler": self.sampler.abstract_weights()}
         if self.remembers_params:
             remembered["learner"] = lora.split(abstract.params)[0]
-        state, past, loop = checkpoints.restore(step, abstract, remembered)
-        return RunState(step, state, PolicyRing(self.config.staleness, past), loop)
+
+        def good(loop: Mapping[str, Any]) -> bool:
+            return within_streak or not loop["skipped_in_a_row"]
+
+        found = checkpoints.restore(abstract, remembered, good)
+        return found and RunState(found.step, found.state, PolicyRing(self.config.staleness, found.past), found.loop)
 
     @property
     def remembers_params(self) -> bool:
@@ -178,7 +195,7 @@ class Trainer:
         return sharding.to_local(self._advantages(*sharding.to_global((rewards, group), self.mesh)))
 
     def learn(
-        self, state: TrainState, batch: Batch, group: np.ndarray, sampled_by: dict[str, Any]
+        self, state: TrainState, batch: Batch, group: np.ndarray, sampled_by: dict[str, Any], dump_to: Path
     ) -> tuple[TrainState, dict[str, Any]]:
         """One optimizer update a minibatch, epoch after epoch; nothing waits for the device in between.
 
@@ -187,6 +204,7 @@ class Trainer:
             batch: this process's rows of the step.
             group: the prompt of each row.
             sampled_by: what is remembered of the policy that sampled.
+            dump_to: where the batch goes if an update is skipped (`nonfinite.write_dump`).
 
         Raises:
             FloatingPointError: too many updates in a row were not finite.
@@ -205,11 +223,14 @@ class Trainer:
                 state, metrics = self.learner.update(state, part)
                 of_updates.append(metrics)
         metrics, in_a_row = jax.device_get((_merge(of_updates), state.num_skipped_in_a_row))
+        metrics["optim/skipped_updates_in_a_row"] = in_a_row
         if metrics["optim/skipped_updates"]:
-            found = nonfinite_rows(
+            found, seen = nonfinite_rows(
                 lambda part: self.learner.log_probs(state.params, part)[0], batch, group, config.minibatches, self.mesh
             )
             message = f"{metrics['policy/nonfinite_log_ratio']:.0f} log-ratios in the last step; {found}"
+            if write_dump(dump_to, Dump(batch, group, seen), self.mesh):
+                message += f"; the batch is in {dump_to}"
             if in_a_row >= config.max_skipped_updates:
                 raise FloatingPointError(
                     f"{in_a_row} updates in a row had a loss, gradient or log-ratio that is not finite ({message}); "

@@ -33,10 +33,12 @@ def test_rows_are_named_by_their_prompts(num_parts):
         row = -part.inputs.temperature
         return row * np.where((row == 5) | (row == 7), np.nan, 1.0).astype(np.float32)
 
-    found = nonfinite_rows(log_probs, batch, GROUP, num_parts, make_mesh(MeshShape(data=4, tensor=2)))
+    found, policy = nonfinite_rows(log_probs, batch, GROUP, num_parts, make_mesh(MeshShape(data=4, tensor=2)))
     assert found == "3 rows have log-probs that are not finite, of prompts 3, 12"
+    assert np.flatnonzero(np.isnan(policy).any(axis=1)).tolist() == [5, 7]
+    assert policy[3].tolist() == [-3.0] * TOKENS
 
 
 def test_none_is_an_answer_too():
-    found = nonfinite_rows(lambda part: part.behaviour_log_probs, make_batch(), GROUP, 2, make_mesh())
+    found, _ = nonfinite_rows(lambda part: part.behaviour_log_probs, make_batch(), GROUP, 2, make_mesh())
     assert found.startswith("every row's log-probs are finite")

@@ -85,9 +85,32 @@ def test_tuples_in_a_configuration_do_not_differ_from_the_lists_they_became(tmp_
 
 
 @pytest.mark.parametrize("name", ["missing", ""])
-def test_there_must_be_a_run_to_resume(tmp_path, name):
-    with pytest.raises(FileNotFoundError, match="holds no run to resume"):
-        RunDirectory.open(tmp_path / name, CONFIG, ARGV, resume=True)
+def test_the_command_that_continues_a_run_may_be_the_one_that_starts_it(tmp_path, name):
+    RunDirectory.open(tmp_path / name, CONFIG, [*ARGV, "--resume"], resume=True)
+    RunDirectory.open(tmp_path / name, CONFIG, [*ARGV, "--resume"], resume=True)
+    assert (tmp_path / name / "command.txt").read_text().count("--resume") == 2
+
+
+@pytest.mark.parametrize("left", [["command.txt"], ["command.txt", "environment.json"], ["config.json.tmp"]])
+def test_a_start_that_was_cut_short_is_started_again(tmp_path, left):
+    for name in left:
+        tmp_path.joinpath(name).write_text("[]")
+    RunDirectory.open(tmp_path, CONFIG, ARGV, resume=True)
+    assert json.loads((tmp_path / "config.json").read_text()) == CONFIG
+
+
+def test_resume_does_not_adopt_a_directory_of_something_else(tmp_path):
+    (tmp_path / "thesis.tex").touch()
+    with pytest.raises(FileExistsError, match="is not a run"):
+        RunDirectory.open(tmp_path, CONFIG, ARGV, resume=True)
+
+
+@pytest.mark.parametrize("name", ["config.json", "environment.json"])
+def test_a_damaged_record_is_named(tmp_path, name):
+    RunDirectory.open(tmp_path, CONFIG, ARGV)
+    (tmp_path / name).write_text('{"seed":')
+    with pytest.raises(ValueError, match=f"{re.escape(str(tmp_path / name))} is damaged"):
+        RunDirectory.open(tmp_path, CONFIG, ARGV, resume=True)
 
 
 def test_only_process_0_writes(tmp_path, monkeypatch):

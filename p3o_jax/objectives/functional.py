@@ -67,6 +67,9 @@ def objective_loss(
         "entropy": entropy,
         "segment_ids": segment_ids,
     }
+    for name in ("log_probs", "behaviour_log_probs", "advantages", "mask"):
+        if arrays[name] is None:
+            raise ValueError(f"{name} is None: every objective needs it")
     arrays = {name: None if x is None else jnp.asarray(x) for name, x in arrays.items()}
     if arrays["advantages"].ndim == 1 and arrays["log_probs"].ndim == 2:
         _check_shape("advantages", arrays["advantages"], arrays["log_probs"].shape[:1])

@@ -35,8 +35,8 @@ def test_rows_are_named_by_their_prompts(num_parts):
 
     found, policy = nonfinite_rows(log_probs, batch, GROUP, num_parts, make_mesh(MeshShape(data=4, tensor=2)))
     assert found == "3 rows have log-probs that are not finite, of prompts 3, 12"
-    assert np.flatnonzero(np.isnan(policy).any(axis=1)).tolist() == [5, 7]
-    assert policy[3].tolist() == [-3.0] * TOKENS
+    assert np.flatnonzero(np.isnan(policy[:, 1:]).any(axis=1)).tolist() == [5, 7]
+    assert policy[3, 1:].tolist() == [3.0] * (TOKENS - 1)
 
 
 def test_none_is_an_answer_too():

@@ -94,3 +94,38 @@ class CharTokenizer:
                 raise ValueError(f"token id {i} is outside the vocabulary of {self.vocab_size}")
             characters.append(self.alphabet[i - 1] if i else "")
         return "".join(characters)
+
+
+@dataclass(frozen=True)
+class ByteTokenizer:
+    """One token a byte of UTF-8, for small models on any text; the byte 255, which no text has, ends a sequence."""
+
+    @property
+    def vocab_size(self) -> int:
+        """All bytes."""
+        return 256
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]:
+        """Always (255,)."""
+        return (255,)
+
+    @property
+    def bos_id(self) -> None:
+        """Always None."""
+        return None
+
+    def encode(self, text: str) -> list[int]:
+        """One id a byte."""
+        return list(text.encode())
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text; bytes that are no UTF-8 give the replacement character, the end of a sequence nothing.
+
+        Raises:
+            ValueError: an id outside the vocabulary.
+        """
+        kept = [i for i in ids if i != 255]
+        if any(not 0 <= i < 256 for i in kept):
+            raise ValueError(f"token ids {[i for i in kept if not 0 <= i < 256]} are outside the vocabulary of 256")
+        return bytes(kept).decode(errors="replace")

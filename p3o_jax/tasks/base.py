@@ -10,24 +10,19 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 
-from p3o_jax.models.tokenizer import Tokenizer
+from p3o_jax.models.tokenizer import PRINTABLE_ASCII, ByteTokenizer, Tokenizer
+from p3o_jax.rewards.base import Prompt
+
+__all__ = ["DrawnPrompts", "Prompt", "PromptSource", "Split", "Task", "digest_of", "noisy", "split_of"]
 
 Split = Literal["train", "evaluation"]
 
 _MAX_DRAWS = 2000  # with a tenth of the prompts, a miss of this length has probability 1e-91
-
-
-class Prompt(NamedTuple):
-    """A prompt and what its completions are judged by."""
-
-    index: int  # type: ignore[assignment]  # unique within a run's split: the sampling key is derived from it
-    text: str  # what the model sees
-    answer: str  # a correct completion; empty if the task knows none
-    metadata: dict[str, Any]  # what else the reward needs
+_BYTES = ByteTokenizer()
 
 
 class PromptSource(Protocol):
@@ -39,7 +34,13 @@ class PromptSource(Protocol):
 
 
 class Task(ABC):
-    """A task. Implementations are frozen dataclasses: their fields are what a configuration can set."""
+    """A task. Implementations are frozen dataclasses: their fields are what a configuration can set.
+
+    What a completion is worth is the task's `reward`, either a method `reward(prompt, completion) -> float`, which is
+    called in the training process, or a field or property that holds a `Reward`. An error is raised, never a 0.
+    """
+
+    reward: Callable[[Prompt, str], float]
 
     @property
     @abstractmethod
@@ -47,38 +48,55 @@ class Task(ABC):
         """A short name, for tags and paths."""
 
     @property
-    @abstractmethod
     def tokenizer(self) -> Tokenizer:
-        """Its tokenizer, for models trained from scratch on it."""
+        """Its tokenizer, for models trained from scratch on it; unless overridden, one token a byte."""
+        return _BYTES
 
     @property
     @abstractmethod
     def max_prompt_tokens(self) -> int:
-        """Longer prompts are an error."""
+        """Longer prompts are left out of training, and counted; in an evaluation they are an error."""
 
     @property
     @abstractmethod
     def max_response_tokens(self) -> int:
         """Responses are cut here; the end-of-sequence token is counted."""
 
+    @property
+    def components(self) -> tuple[Task, ...]:
+        """What `Prompt.source` counts, each evaluated on its own; only a mixture has more than one."""
+        return (self,)
+
     @abstractmethod
     def prompts(self, split: Split, seed: int) -> PromptSource:
         """The prompts of a split; no text is in both splits, whatever the seeds."""
 
-    @abstractmethod
-    def reward(self, prompt: Prompt, completion: str) -> float:
-        """How good a completion is (decoded, without the token that ended it). An error is raised, never a 0."""
-
-    @abstractmethod
     def demonstration(self, prompt: Prompt, noise: float, rng: np.random.Generator) -> str:
-        """A correct completion, each of its characters replaced by a random one with probability `noise`."""
+        """A correct completion, each of its characters replaced by a random one with probability `noise`.
+
+        Unless overridden: the prompt's answer, a digit replaced by a digit, a letter by a letter of its case, another
+        character by another.
+
+        Raises:
+            ValueError: the prompt has no answer, only a reward.
+        """
+        if not prompt.answer:
+            raise ValueError(f"{self.name}: no answer to demonstrate for prompt {prompt.index}, {prompt.text!r}")
+        replaced = rng.random(len(prompt.answer)) < noise
+        return "".join(
+            rng.choice(_alike(character)) if replace else character
+            for character, replace in zip(prompt.answer, replaced, strict=True)
+        )
+
+
+def digest_of(text: str) -> bytes:
+    """8 bytes, the same for texts that differ in case and spacing only."""
+    return hashlib.blake2b(" ".join(text.casefold().split()).encode(), digest_size=8).digest()
 
 
 def split_of(text: str) -> Split:
     """Which split a text can be in: a tenth of all texts are for evaluation. Case and spacing do not count."""
-    normalised = " ".join(text.casefold().split())
-    digest = hashlib.blake2b(normalised.encode(), digest_size=8).digest()
-    return "evaluation" if int.from_bytes(digest, "big") % 10 == 0 else "train"
+    return "evaluation" if int.from_bytes(digest_of(text), "big") % 10 == 0 else "train"
 
 
 @dataclass(frozen=True)
@@ -112,3 +130,12 @@ def noisy(text: str, alphabet: str, noise: float, rng: np.random.Generator) -> s
     return "".join(
         alphabet[i] if replace else character for character, replace, i in zip(text, replaced, drawn, strict=True)
     )
+
+
+def _alike(character: str) -> list[str]:
+    """The printable ASCII characters of the same kind: digits, lower case, upper case, the rest."""
+
+    def kind(c: str) -> tuple[bool, bool, bool]:
+        return c.isdigit(), c.islower(), c.isupper()
+
+    return [c for c in PRINTABLE_ASCII if kind(c) == kind(character)]

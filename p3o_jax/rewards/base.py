@@ -1,0 +1,201 @@
+"""What a reward is: (prompt, completion) -> a number, what was judged, and the parts it is made of."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple
+
+
+class Prompt(NamedTuple):
+    """A prompt and what its completions are judged by."""
+
+    index: int  # type: ignore[assignment]  # unique within a run's split: the sampling key is derived from it
+    text: str  # what the model sees
+    answer: str  # a correct completion or its final answer; empty if the task knows none
+    metadata: dict[str, Any]  # what else the reward needs
+    source: int = 0  # which task of a mixture it is from
+
+
+class Completion(str):
+    """The text of a response, without the token that ended it, which also knows how it was sampled."""
+
+    num_tokens: int
+    """Tokens of the response, the one that ended it included."""
+    truncated: bool
+    """Whether it was cut at the limit."""
+
+    def __new__(cls, text: str, num_tokens: int = 0, truncated: bool = False) -> Completion:
+        """Text with its length in tokens."""
+        completion = super().__new__(cls, text)
+        completion.num_tokens, completion.truncated = num_tokens, truncated
+        return completion
+
+
+class Graded(NamedTuple):
+    """A judged completion."""
+
+    reward: float
+    correct: bool  # what pass@k counts
+    answer: str  # what was compared, in a form equal for equal answers: it votes in majority@k; empty: none was found
+    parts: tuple[float, ...] = ()  # one a name in the reward's `part_names`, before weighting
+
+
+class Reward(ABC):
+    """A reward. Implementations are frozen dataclasses: their fields are what a configuration can set.
+
+    Rewards are called in processes of their own that are killed at a time-out, unless they are `quick`. Whatever
+    they raise is counted as an error, never as a zero reward.
+    """
+
+    @property
+    def quick(self) -> bool:
+        """Whether it takes microseconds whatever it is given, so that it can run in the training process."""
+        return False
+
+    @abstractmethod
+    def __call__(self, prompt: Prompt, completion: str) -> float:
+        """How good a completion is. `completion` is a `Completion` where it was sampled by a run."""
+
+    def grade(self, prompt: Prompt, completion: str) -> Graded:
+        """The reward with what was judged. Unless overridden: correct is a reward of at least 1."""
+        return graded(self(prompt, completion), completion)
+
+    @property
+    def part_names(self) -> tuple[str, ...]:
+        """The names of `Graded.parts`."""
+        return ()
+
+    def warm_up(self) -> None:
+        """Loads what the first call would, before any time-out runs."""
+
+
+def graded(reward: float, completion: str) -> Graded:
+    """What a number says of a completion as a whole.
+
+    Raises:
+        ValueError: the number is not finite.
+    """
+    reward = float(reward)
+    if not math.isfinite(reward):
+        raise ValueError(f"the reward is {reward}")
+    return Graded(reward, reward >= 1, completion.strip())
+
+
+@dataclass(frozen=True)
+class Part:
+    """One part of a weighted sum."""
+
+    name: str
+    """Its mean is logged as reward/NAME, before weighting."""
+    reward: Reward
+    """What it is."""
+    weight: float = 1.0
+    """What it is multiplied by."""
+
+
+_LOGGED = (
+    "mean", "std", "correct", "no_answer_fraction", "zero_variance_group_fraction", "verifier_errors",
+    "verifier_timeouts",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class WeightedSum(Reward):
+    """sum_i weight_i reward_i; whether a completion is correct, and its answer, are as the first part says.
+
+    Raises:
+        ValueError: no parts, two of one name, or a name that is logged already.
+    """
+
+    parts: tuple[Part, ...]
+    """What is summed; each is logged."""
+
+    def __post_init__(self) -> None:
+        names = self.part_names
+        if not names:
+            raise ValueError("a weighted sum needs at least one part")
+        for name in names:
+            if names.count(name) > 1 or name in _LOGGED or not name.isidentifier():
+                raise ValueError(f"parts of a reward need different names, identifiers other than {_LOGGED}: {name!r}")
+
+    @property
+    def quick(self) -> bool:
+        """If every part is."""
+        return all(part.reward.quick for part in self.parts)
+
+    @property
+    def part_names(self) -> tuple[str, ...]:
+        """Those given."""
+        return tuple(part.name for part in self.parts)
+
+    def warm_up(self) -> None:
+        """Every part's."""
+        for part in self.parts:
+            part.reward.warm_up()
+
+    def __call__(self, prompt: Prompt, completion: str) -> float:
+        """The sum."""
+        return self.grade(prompt, completion).reward
+
+    def grade(self, prompt: Prompt, completion: str) -> Graded:
+        """The sum and its parts."""
+        all_graded = [part.reward.grade(prompt, completion) for part in self.parts]
+        values = tuple(one.reward for one in all_graded)
+        total = sum(part.weight * value for part, value in zip(self.parts, values, strict=True))
+        return Graded(total, all_graded[0].correct, all_graded[0].answer, values)
+
+
+@dataclass(frozen=True)
+class Function(Reward):
+    """A function of your own by import path: `function(prompt, completion, **arguments) -> float`.
+
+    It runs in a process of its own, where `completion` is a `Completion` and `prompt.metadata` the whole row of a
+    dataset.
+
+    Raises:
+        ValueError: there is no such module or function.
+    """
+
+    path: str
+    """module:function, importable from where the run is started."""
+    arguments: dict[str, bool | int | float | str] = field(default_factory=dict)
+    """Further keyword arguments."""
+
+    def __post_init__(self) -> None:
+        _ = self._function
+
+    @cached_property
+    def _function(self) -> Callable[..., float]:
+        return import_function(self.path)
+
+    def __call__(self, prompt: Prompt, completion: str) -> float:
+        """What the function returns."""
+        return self._function(prompt, completion, **self.arguments)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The fields alone: the function is imported where it is called."""
+        return {"path": self.path, "arguments": self.arguments}
+
+
+def import_function(path: str) -> Callable[..., Any]:
+    """What `module:function` names.
+
+    Raises:
+        ValueError: nothing, with what is missing.
+    """
+    module_name, _, name = path.partition(":")
+    if not module_name or not name:
+        raise ValueError(f"{path!r} is not of the form module:function")
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise ValueError(f"{path}: cannot import {module_name} ({error}); run from where it can be imported") from error
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise ValueError(f"{path}: {module_name} has no function {name!r}")
+    return function

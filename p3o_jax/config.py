@@ -26,6 +26,8 @@ from p3o_jax.models.transformer import TransformerConfig
 from p3o_jax.objectives import P3O, Aggregation, Objective
 from p3o_jax.optimizer import OptimizerConfig
 from p3o_jax.precision import Precision
+from p3o_jax.rewards.base import Reward
+from p3o_jax.rewards.pool import Verifiers
 from p3o_jax.sampler import Sampling
 from p3o_jax.sharding import MeshShape
 from p3o_jax.tasks import SortDigits, Task
@@ -94,6 +96,8 @@ class Config:
     precision: Precision = Precision()
     """The sampler's formats."""
 
+    verifiers: Verifiers = Verifiers()
+    """The processes that rewards are computed in, unless they are quick and safe."""
     evaluate_every: int = 20
     """Rollout steps between evaluations; before the first and after the last there always is one. 0: none."""
     evaluation_prompts: int = 256
@@ -253,7 +257,7 @@ def validate(config: Config, *, vocab_size: int, batch_shards: int, num_processe
 # JSON. A field whose type is open (a task, an objective) is stored with the class it holds, as `module:Class`, so
 # that an experiment's own objective reloads like a built-in one.
 
-_OPEN_TYPES = (Task, Objective, Advantages, Aggregation, RopeScaling)
+_OPEN_TYPES = (Task, Reward, Objective, Advantages, Aggregation, RopeScaling)
 _CLASS = "class"
 
 

@@ -12,9 +12,9 @@ from jaxtyping import Array
 from p3o_jax import sharding
 from p3o_jax.models.tokenizer import Tokenizer
 from p3o_jax.processes import row_part
-from p3o_jax.rollouts import score
 from p3o_jax.sampler import AS_THEY_ARE, Sampler, Sampling
-from p3o_jax.tasks.base import Prompt, Task
+from p3o_jax.scoring import Scorer
+from p3o_jax.tasks.base import Prompt
 from p3o_jax.types import FinishReason
 
 
@@ -31,7 +31,7 @@ class Evaluation(NamedTuple):
 def evaluate(
     sampler: Sampler,
     weights: Any,
-    task: Task,
+    scorer: Scorer,
     prompts: Sequence[Prompt],
     tokenizer: Tokenizer,
     *,
@@ -65,7 +65,7 @@ def evaluate(
                 greedy=greedy,
             )
             rollout = jax.tree.map(lambda rows, n=num_real * samples: rows[:n], sharding.to_local(rollout))
-            _, rewards = score(task, real[mine], rollout, tokenizer)
+            rewards = scorer(real[mine], rollout).rewards
             if greedy:
                 totals += (0, 0, 0, 0, rewards.sum(), num_real)
             else:

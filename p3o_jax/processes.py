@@ -121,8 +121,13 @@ def row_part(mesh: Mesh) -> tuple[int, int]:
     return parts.index(tuple(sorted(held[jax.process_index()]))), len(parts)
 
 
-def of_first_process(values: np.ndarray, mesh: Mesh) -> np.ndarray:
-    """Host values of the first of the processes that feed the same rows, on all of them.
+def row_share(mesh: Mesh) -> float:
+    """What a count of rows is multiplied by after it was summed over processes, of which several may feed the same."""
+    return row_part(mesh)[1] / jax.process_count()
+
+
+def of_first_process(values: Any, mesh: Mesh) -> Any:
+    """Host values, or a tree of them, of the first of the processes that feed the same rows, on all of them.
 
     For what hosts compute alike but need not agree on to the last bit, such as rewards.
     """
@@ -130,7 +135,8 @@ def of_first_process(values: np.ndarray, mesh: Mesh) -> np.ndarray:
     if num_parts == jax.process_count():
         return values
     parts, everyone = multihost_utils.process_allgather((np.asarray(part), values))
-    return everyone[int(np.flatnonzero(np.ravel(parts) == part)[0])]
+    first = int(np.flatnonzero(np.ravel(parts) == part)[0])
+    return jax.tree.map(lambda of_each: of_each[first], everyone)
 
 
 def all_rows(tree: Any, mesh: Mesh) -> Any:

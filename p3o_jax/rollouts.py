@@ -1,4 +1,4 @@
-"""From rollouts to what the learner consumes: rewards, batches, minibatches, and past policies.
+"""From rollouts to what the learner consumes: batches, minibatches, and past policies.
 
 Everything here is on the host, on this process's rows: numpy in, numpy out.
 """
@@ -10,11 +10,12 @@ from typing import Any
 
 import jax
 import numpy as np
+from jaxtyping import Bool
 
 from p3o_jax import sharding
 from p3o_jax.models.tokenizer import Tokenizer
-from p3o_jax.tasks.base import Prompt, Task
-from p3o_jax.types import Batch, FinishReason, Inputs, Rollout, Support
+from p3o_jax.tasks.base import Prompt
+from p3o_jax.types import Batch, FinishReason, Inputs, Rollout, Support, responses
 
 
 def local_prompts(prompts: Sequence[Prompt], num_processes: int = 1, process: int = 0) -> Sequence[Prompt]:
@@ -23,38 +24,20 @@ def local_prompts(prompts: Sequence[Prompt], num_processes: int = 1, process: in
     return prompts[process * share : (process + 1) * share]
 
 
-def responses(rollout: Rollout) -> list[list[int]]:
-    """Each row's response as token ids, without the token that ended it."""
-    ended = rollout.finish_reason != FinishReason.LENGTH
-    starts = rollout.prompt_length
-    ends = starts + rollout.response_length - ended
-    return [row[start:end].tolist() for row, start, end in zip(rollout.tokens, starts, ends, strict=True)]
-
-
-def score(
-    task: Task, prompts: Sequence[Prompt], rollout: Rollout, tokenizer: Tokenizer
-) -> tuple[list[str], np.ndarray]:
-    """Completions as text and their rewards [B], float32.
-
-    Raises:
-        ValueError: a reward is not a finite number (an error is never a reward of zero).
-    """
-    by_index = {prompt.index: prompt for prompt in prompts}
-    asked = [by_index[int(group)] for group in rollout.group]
-    completions = [tokenizer.decode(ids) for ids in responses(rollout)]
-    rewards = np.asarray([task.reward(p, c) for p, c in zip(asked, completions, strict=True)], np.float32)
-    if not np.isfinite(rewards).all():
-        row = int(np.flatnonzero(~np.isfinite(rewards))[0])
-        raise ValueError(f"reward of prompt {asked[row].index} is {rewards[row]}; completion: {completions[row]!r}")
-    return completions, rewards
-
-
-def make_batch(rollout: Rollout, advantages: np.ndarray, *, learner_temperature: float | None, step: int) -> Batch:
+def make_batch(
+    rollout: Rollout,
+    advantages: np.ndarray,
+    *,
+    learner_temperature: float | None,
+    step: int,
+    kept: Bool[np.ndarray, " B"] | None = None,
+) -> Batch:
     """Rollouts [B, S] as a batch [B, S - 1] aligned with predictions.
 
     Args:
         learner_temperature: None: each row's own sampling temperature.
         step: rollout steps that the learner has been trained for.
+        kept: rows that count; the others are masked out of every sum and every denominator. None: all.
 
     Raises:
         ValueError: a behaviour log-prob of a response token is missing (not finite) or not a log-probability.
@@ -68,6 +51,8 @@ def make_batch(rollout: Rollout, advantages: np.ndarray, *, learner_temperature:
     at = np.arange(1, slots)[None, :]  # positions of the targets
     start = rollout.prompt_length[:, None]
     mask = (at >= start) & (at < start + rollout.response_length[:, None])
+    if kept is not None:
+        mask &= kept[:, None]
     behaviour = rollout.behaviour_log_probs[:, 1:]
     with np.errstate(invalid="ignore"):
         bad = mask & ~((behaviour <= 0) & np.isfinite(behaviour))
@@ -114,30 +99,17 @@ def minibatches(batch: Batch, count: int, epochs: int, group_size: int) -> Itera
             yield jax.tree.map(lambda leaf, rows=rows: leaf[rows], batch)
 
 
-def rollout_metrics(rollout: Rollout, rewards: np.ndarray, step: int) -> dict[str, float]:
+def rollout_metrics(rollout: Rollout, step: int) -> dict[str, float]:
     """What is logged of a step's rollouts, over all processes; `step`: rollout steps the learner has trained for."""
-    _, group = np.unique(rollout.group, return_inverse=True)
-    lowest, highest = np.full((2, group.max() + 1), np.inf, np.float32)
-    np.minimum.at(lowest, group, rewards)
-    np.minimum.at(highest, group, -rewards)
     truncated = rollout.finish_reason == FinishReason.LENGTH
     sums = (
-        len(rewards),
-        len(lowest),
-        rewards.sum(),
-        (rewards**2).sum(),
-        (lowest == -highest).sum(),
+        len(truncated),
         rollout.response_length.sum(),
         truncated.sum(),
         (step - rollout.policy_version).sum(),
     )
-    rows, groups, reward, square, zero_variance, tokens, truncated, staleness = sharding.sum_over_processes(
-        np.asarray(sums, np.float64)
-    )
+    rows, tokens, truncated, staleness = sharding.sum_over_processes(np.asarray(sums, np.float64))
     return {
-        "reward/mean": reward / rows,
-        "reward/std": max(square / rows - (reward / rows) ** 2, 0.0) ** 0.5,
-        "reward/zero_variance_group_fraction": zero_variance / groups,
         "rollout/response_tokens_mean": tokens / rows,
         "rollout/truncated_fraction": truncated / rows,
         "rollout/staleness_mean": staleness / rows,

@@ -6,14 +6,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import jax
+import numpy as np
 
 from p3o_jax.checkpoint import newest_step
 from p3o_jax.config import Config, to_json
 from p3o_jax.lifecycle import Lifecycle
 from p3o_jax.precision import describe
-from p3o_jax.processes import all_rows, fail_together, of_first_process
+from p3o_jax.processes import all_rows, fail_together
 from p3o_jax.prompts import prompt_batches
-from p3o_jax.rollouts import make_batch, readable, rollout_metrics, score
+from p3o_jax.rollouts import make_batch, readable, rollout_metrics
 from p3o_jax.run_directory import MAY_DIFFER, RunDirectory
 from p3o_jax.trainer import RunState, Trainer
 from p3o_jax.writers import Progress, Writer
@@ -62,6 +63,7 @@ def train(
         Writer(directory.path, enabled=trainer.is_main) as writer,
         Lifecycle(trainer, directory, before_save=writer.flush) as life,
         Progress(config.num_steps, enabled=trainer.is_main) as progress,
+        trainer.scorer,
     ):
         if trainer.is_main:
             for line in describe(config.precision, trainer.mesh.devices.flat[0].device_kind):
@@ -69,7 +71,8 @@ def train(
         made, state, ring, loop = (life.restore() if resume else None) or life.start()
         with fail_together():
             writer.resume_at(made + 1 if made else 0)  # before the first step, the evaluation at 0 is made again too
-        prompts = prompt_batches(config.task, config.seed, config.prompts_per_step, position=loop["prompt_position"])
+        stream = {"position": loop["prompt_position"], "tokenizer": trainer.tokenizer}
+        prompts = prompt_batches(config.task, config.seed, config.prompts_per_step, **stream)
         last: dict[str, float] = {}
         if made == 0:
             evaluated = trainer.evaluate(ring.newest["sampler"])
@@ -83,15 +86,22 @@ def train(
             asked = trainer.local(of_step)
             rollout = trainer.sample(ring, asked, step)
             life.leave_if_asked(RunState(made, state, ring, loop))  # of which the rollouts are a function
-            loop = loop | {"prompt_position": loop["prompt_position"] + len(of_step)}
+            skipped = of_step[-1].index + 1 - loop["prompt_position"] - len(of_step)
+            loop = loop | {"prompt_position": of_step[-1].index + 1}
             clock.begin("score")
             with fail_together():
                 life.check()
-                _, rewards = score(config.task, asked, rollout, trainer.tokenizer)
-            rewards = of_first_process(rewards, trainer.mesh)
-            advantages = trainer.advantages(rewards, rollout.group)
+                scores = trainer.scorer(asked, rollout)
+            scores, of_scores = trainer.agree_on(scores, rollout)
+            advantages = trainer.advantages(scores, rollout.group)
             with fail_together():
-                batch = make_batch(rollout, advantages, learner_temperature=config.learner_temperature, step=made)
+                batch = make_batch(
+                    rollout,
+                    advantages,
+                    learner_temperature=config.learner_temperature,
+                    step=made,
+                    kept=scores.known,
+                )
             clock.begin("learn")
             _, sampled_by = ring.behaviour
             try:
@@ -110,9 +120,11 @@ def train(
             if config.is_due(step, config.evaluate_every):
                 metrics |= trainer.evaluate(ring.newest["sampler"])
             clock.begin("write")
-            metrics |= rollout_metrics(rollout, rewards, step - 1) | trainer.speed(clock.seconds, rollout)
+            metrics |= of_scores | rollout_metrics(rollout, step - 1) | trainer.speed(clock.seconds, rollout)
+            metrics["rollout/dropped/prompt_too_long"] = skipped
             writes_rollouts = config.is_due(step, config.write_rollouts_every)
             if writes_rollouts:
+                rewards = np.where(scores.known, scores.rewards, np.nan)
                 of_all = all_rows((rollout._replace(support=None), rewards, advantages), trainer.mesh)
             with fail_together():  # only process 0 writes
                 last |= writer.write(step, metrics)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -28,6 +29,7 @@ from p3o_jax.processes import row_part
 from p3o_jax.prompts import evaluation_prompts
 from p3o_jax.rollouts import PolicyRing, local_prompts, minibatches
 from p3o_jax.sampler import Sampler, SamplingLimits
+from p3o_jax.scoring import Scorer, Scores, agreed, score_metrics
 from p3o_jax.stopwatch import speed
 from p3o_jax.tasks.base import Prompt
 from p3o_jax.types import Batch, Rollout
@@ -91,6 +93,7 @@ class Trainer:
             micro_batches=config.micro_batches,
             support_tokens=config.support_tokens,
         )
+        self.scorer = Scorer(self.task, tokenizer, config.verifiers)
         self._advantages = jax.jit(config.advantages)
         self._key = jax.random.key(config.seed)
 
@@ -180,7 +183,23 @@ class Trainer:
             sampling=self.config.sampling,
             support=self.sampler_support,
         )
-        return sharding.to_local(rollout)
+        source = np.repeat([prompt.source for prompt in prompts], self.config.samples_per_prompt).astype(np.int32)
+        return sharding.to_local(rollout)._replace(source=source)
+
+    def agree_on(self, scores: Scores, rollout: Rollout) -> tuple[Scores, dict[str, float]]:
+        """This process's scores as all that feed the same rows have them, and what is logged of all.
+
+        Raises:
+            ValueError: no row of any process has a reward.
+        """
+        scores = agreed(scores, self.mesh)
+        metrics = score_metrics(scores, rollout.group, rollout.source, self.task, self.mesh)
+        if math.isnan(metrics["reward/mean"]):
+            raise ValueError(
+                f"the verifier failed on every response of a step: {metrics['reward/verifier_errors']:.0f} errors, "
+                f"{metrics['reward/verifier_timeouts']:.0f} time-outs; here first: {scores.failures[0]}"
+            )
+        return scores, metrics
 
     @property
     def sampler_support(self) -> int | str | None:
@@ -190,9 +209,10 @@ class Trainer:
             return None
         return "exact" if objective.support_form == "exact" else self.config.support_tokens
 
-    def advantages(self, rewards: np.ndarray, group: np.ndarray) -> np.ndarray:
+    def advantages(self, scores: Scores, group: np.ndarray) -> np.ndarray:
         """Advantages of this process's rows; batch statistics are over all processes' rows."""
-        return sharding.to_local(self._advantages(*sharding.to_global((rewards, group), self.mesh)))
+        rows = (scores.rewards, group, scores.known)
+        return sharding.to_local(self._advantages(*sharding.to_global(rows, self.mesh)))
 
     def learn(
         self, state: TrainState, batch: Batch, group: np.ndarray, sampled_by: dict[str, Any], dump_to: Path
@@ -268,7 +288,7 @@ class Trainer:
         result = evaluate(
             self.sampler,
             weights,
-            self.task,
+            self.scorer,
             self.evaluation_set,
             self.tokenizer,
             key=self.key(_EVALUATION),

@@ -43,6 +43,14 @@ class Rollout(NamedTuple):
     support: Support | None = None  # [B, S, K]: mu's distribution at each token, where an objective asks for it
 
 
+def responses(rollout: Rollout) -> list[list[int]]:
+    """Each row's response as token ids, without the token that ended it; on the host."""
+    ended = rollout.finish_reason != FinishReason.LENGTH
+    starts = rollout.prompt_length
+    ends = starts + rollout.response_length - ended
+    return [row[start:end].tolist() for row, start, end in zip(rollout.tokens, starts, ends, strict=True)]
+
+
 class Inputs(NamedTuple):
     """What the model reads to predict a batch."""
 

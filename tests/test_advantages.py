@@ -96,6 +96,18 @@ def test_what_dropping_a_row_does():
     np.testing.assert_allclose(before, [0.25, 1.5, -1.5, -0.25, 0])  # {1, 0.5}: mean 0.75
 
 
+@pytest.mark.parametrize("advantages", ALL)
+def test_a_row_without_a_reward_has_no_part_in_it(advantages):
+    """As if it had never been sampled, whatever stands in its place; a group of which nothing is known is all 0."""
+    known = jnp.asarray([True, False, True, True, True, False])
+    garbage = jnp.where(known, REWARDS, jnp.nan)
+    expected = advantages(REWARDS[known], GROUP[known])
+    found = advantages(garbage, GROUP, known)
+    np.testing.assert_allclose(found[known], expected, rtol=1e-6)
+    assert (found[~known] == 0).all()
+    assert (advantages(garbage, GROUP, jnp.zeros(6, bool)) == 0).all()
+
+
 def test_shapes_are_checked():
     with pytest.raises(ValueError, match=r"rewards \(6,\) and group \(5,\)"):
         MeanOnly()(REWARDS, GROUP[:5])

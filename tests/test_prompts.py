@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 
+from p3o_jax.models.tokenizer import CharTokenizer
 from p3o_jax.prompts import evaluation_prompts, prompt_batches
 from p3o_jax.tasks import SortDigits
 from p3o_jax.tasks.base import Prompt
@@ -87,11 +88,46 @@ def test_another_process_makes_the_same_batches():
 def test_evaluation_set_is_fixed_distinct_from_training_and_complete():
     task = SortDigits(length=4)
     evaluation = evaluation_prompts(task, 300)
-    assert [prompt.index for prompt in evaluation] == list(range(300))
+    assert len({prompt.text for prompt in evaluation}) == len({prompt.index for prompt in evaluation}) == 300
     assert evaluation == evaluation_prompts(task, 300)
     assert evaluation[:10] == evaluation_prompts(task, 10)
     training = {p.text for seed in (0, 1) for batch in first(prompt_batches(task, seed, 100), 30) for p in batch}
     assert not training & {prompt.text for prompt in evaluation}
+
+
+def test_prompts_that_are_too_long_are_passed_over_and_the_position_says_so():
+    """A resumed stream goes on as the uninterrupted one; what was passed over is the difference in position."""
+
+    class Long(FewPrompts):
+        max_prompt_tokens = 10
+
+        def prompts(self, split, seed):
+            return [Prompt(i, "x" * (8 + i), "", {}) for i in range(7)]  # 8, 9, 10 fit; 11 to 14 do not
+
+    task, options = Long(), {"tokenizer": CharTokenizer()}
+    batches = first(prompt_batches(task, 0, 4, **options), 6)
+    assert all(len(batch) == 4 for batch in batches)
+    taken = [prompt.index for batch in batches for prompt in batch]
+    assert taken == sorted(set(taken))
+    whole = [prompt.text for batch in first(prompt_batches(task, 0, 7), 8) for prompt in batch]
+    assert [prompt.text for batch in batches for prompt in batch] == [text for text in whole if len(text) <= 10][:24]
+    position = batches[2][-1].index + 1
+    assert first(prompt_batches(task, 0, 4, position=position, **options), 3) == batches[3:]
+
+
+def test_a_limit_that_no_prompt_meets_is_an_error_and_not_a_hang():
+    class Long(FewPrompts):
+        max_prompt_tokens = 5
+
+    with pytest.raises(ValueError, match=r"1000 prompts in a row are longer than .* limit of 5 tokens, .* by 4"):
+        next(prompt_batches(Long(), 0, 4, tokenizer=CharTokenizer()))
+
+
+def test_no_prompt_is_evaluated_twice(caplog):
+    """Of two digits there are 100 different prompts, ten or so of them for evaluation."""
+    found = [prompt.text for prompt in evaluation_prompts(SortDigits(length=2), 32)]
+    assert 3 < len(found) == len(set(found)) < 30
+    assert f"only {len(found)} different evaluation prompts, not 32" in caplog.text
 
 
 @pytest.mark.parametrize("count", [0, 8])

@@ -13,7 +13,6 @@ from p3o_jax.rollouts import (
     readable,
     responses,
     rollout_metrics,
-    score,
 )
 from p3o_jax.tasks import SortDigits
 from p3o_jax.types import Batch, FinishReason, Rollout
@@ -70,6 +69,16 @@ def test_columns_are_predictions():
     assert set(of_learner.inputs.temperature.ravel().tolist()) == {1.0}
 
 
+def test_rows_that_are_left_out_are_masked_whatever_is_in_them():
+    rollout = make_rollout()
+    whole = make_batch(rollout, np.ones(4, np.float32), learner_temperature=None, step=5)
+    rollout.behaviour_log_probs[2] = np.nan  # not even looked at
+    kept = np.asarray([True, False, False, True])
+    batch = make_batch(rollout, np.ones(4, np.float32), learner_temperature=None, step=5, kept=kept)
+    assert not batch.mask[~kept].any()
+    np.testing.assert_array_equal(batch.mask[kept], whole.mask[kept])
+
+
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 0.5])
 def test_a_missing_log_prob_is_an_error_not_a_zero(value):
     rollout = make_rollout()
@@ -90,27 +99,8 @@ def test_responses_are_ids_without_the_end():
     assert responses(make_rollout()) == [encode("12"), encode("2"), encode("030"), encode("03")]
 
 
-def test_scores_are_of_the_rows_own_prompts():
-    completions, rewards = score(
-        TASK, prompts()[::-1], make_rollout(), TASK.tokenizer
-    )  # the order of prompts does not matter
-    assert completions == ["12", "2", "030", "03"]
-    assert rewards.tolist() == [1, 0, 0, 1]
-
-
-def test_a_reward_that_is_no_number_is_an_error():
-    class Broken(SortDigits):
-        def reward(self, prompt, completion):
-            return float("nan")
-
-    with pytest.raises(ValueError, match="reward of prompt 7 is nan"):
-        score(Broken(length=2), prompts(), make_rollout(), TASK.tokenizer)
-
-
 def test_what_is_logged_of_rollouts():
-    metrics = rollout_metrics(make_rollout(), np.asarray([1, 1, 0, 1], np.float32), step=4)
-    assert metrics["reward/mean"] == 0.75
-    assert metrics["reward/zero_variance_group_fraction"] == 0.5
+    metrics = rollout_metrics(make_rollout(), step=4)
     assert metrics["rollout/response_tokens_mean"] == (3 + 2 + 3 + 3) / 4
     assert metrics["rollout/truncated_fraction"] == 0.25
     assert metrics["rollout/staleness_mean"] == 0.5

@@ -17,6 +17,8 @@ from p3o_jax.models.transformer import TransformerConfig
 from p3o_jax.objectives import P3O, P4O, Gspo, P3OSnapshot
 from p3o_jax.optimizer import OptimizerConfig
 from p3o_jax.precision import Precision
+from p3o_jax.rewards import Function, Reward
+from p3o_jax.rewards.pool import Verifiers
 from p3o_jax.tasks import SortDigits
 from p3o_jax.train import train
 from p3o_jax.types import Batch, Inputs
@@ -30,6 +32,13 @@ class GradedSort(SortDigits):
 
     def reward(self, prompt, completion):
         return sum(a == b for a, b in zip(completion, prompt.answer, strict=False)) / len(prompt.answer)
+
+
+@dataclass(frozen=True)
+class Nasty(SortDigits):
+    """Judged by a verifier that fails where a response begins with 0 and hangs where it begins with 9."""
+
+    reward: Reward = Function("tests.rewards.verifiers:sorted_or_else")
 
 
 class Interrupted(GradedSort):
@@ -303,6 +312,21 @@ def test_bfloat16_rollouts_show_as_an_ess_below_one(tmp_path):
     (line,) = run(tmp_path / "run", coarse)
     assert 0.99 < line["policy/ess"] < 1 - 1e-7
     assert line["policy/log_ratio_abs_max"] > 1e-4
+
+
+def test_training_goes_on_without_the_rows_whose_verifier_fails(tmp_path):
+    config = replace(SMALL, task=Nasty(length=3), verifiers=Verifiers(timeout_seconds=0.3), num_steps=2)
+    lines = run(tmp_path / "run", replace(config, evaluate_every=0))
+    for step, line in enumerate(lines, start=1):
+        rows = rollouts(tmp_path / "run", step)
+        failed = [row for row in rows if row["completion"][:1] in ("0", "9")]
+        assert line["reward/verifier_timeouts"] == sum(row["completion"][0] == "9" for row in failed) > 0
+        assert line["reward/verifier_errors"] == sum(row["completion"][0] == "0" for row in failed) > 0
+        assert {(row["reward"], row["advantage"]) for row in failed} == {("nan", 0.0)}
+        others = [row["reward"] for row in rows if row not in failed]
+        assert line["reward/mean"] == pytest.approx(np.mean(others))
+        assert np.isfinite(line["loss/total"]) and line["optim/skipped_updates"] == 0
+    assert config_lib.load(tmp_path / "run" / "config.json").task == config.task
 
 
 @pytest.mark.slow

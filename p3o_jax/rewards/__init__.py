@@ -1,6 +1,6 @@
 """Rewards: what a completion is worth, as composable frozen dataclasses.
 
-    WeightedSum((Part("answer", MathVerify()), Part("format", Tags()), Part("length", OverlongPenalty(4096, 1024))))
+WeightedSum((Part("answer", MathVerify()), Part("format", Tags()), Part("length", OverlongPenalty(4096, 1024))))
 """
 
 from p3o_jax.rewards.base import Completion, Function, Graded, Part, Prompt, Reward, WeightedSum

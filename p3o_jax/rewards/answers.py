@@ -1,6 +1,6 @@
-"""The final answer of a text: what a reader would take for it, and the number in it.
+r"""The final answer of a text: what a reader would take for it, and the number in it.
 
-In this order: the last `\\boxed{...}`, what follows the last `####` (GSM8K), what follows the last "answer is" or
+In this order: the last `\boxed{...}`, what follows the last `####` (GSM8K), what follows the last "answer is" or
 "Answer:". It is always the last, since models correct themselves. All of it takes time linear in the text.
 """
 
@@ -42,7 +42,7 @@ def final_answer(text: str) -> str | None:
 
 
 def last_boxed(text: str) -> str | None:
-    """What is in the last `\\boxed{}` whose braces close; None if there is none."""
+    r"""What is in the last `\boxed{}` whose braces close; None if there is none."""
     closing: dict[int, int] = {}
     open_braces = []
     escaped = False
@@ -105,7 +105,9 @@ def _value(match: re.Match[str]) -> Fraction | Decimal | None:
     digits = Decimal(groups["digits"].replace("{,}", "").replace("\\,", "").replace(",", ""))
     power = int(groups["exponent"] or groups["power"] or 0)
     if groups["denominator"]:
-        return sign * Fraction(digits) / int(groups["denominator"]) if int(groups["denominator"]) and not power else None
+        return (
+            sign * Fraction(digits) / int(groups["denominator"]) if int(groups["denominator"]) and not power else None
+        )
     with localcontext(_EXACT):
         return sign * digits.scaleb(power)
 

@@ -70,7 +70,7 @@ class Reward(ABC):
         """The names of `Graded.parts`."""
         return ()
 
-    def warm_up(self) -> None:
+    def warm_up(self) -> None:  # noqa: B027  # most load nothing
         """Loads what the first call would, before any time-out runs."""
 
 
@@ -84,6 +84,19 @@ def graded(reward: float, completion: str) -> Graded:
     if not math.isfinite(reward):
         raise ValueError(f"the reward is {reward}")
     return Graded(reward, reward >= 1, completion.strip())
+
+
+def judge(reward: Reward, prompt: Prompt, completion: str) -> Graded:
+    """What a reward says of a completion.
+
+    Raises:
+        ValueError: it is not a finite number.
+        Exception: whatever the reward raises.
+    """
+    found = reward.grade(prompt, completion)
+    if not math.isfinite(found.reward):
+        raise ValueError(f"the reward is {found.reward}")
+    return found
 
 
 @dataclass(frozen=True)
@@ -172,6 +185,10 @@ class Function(Reward):
     @cached_property
     def _function(self) -> Callable[..., float]:
         return import_function(self.path)
+
+    def warm_up(self) -> None:
+        """Imports it."""
+        _ = self._function
 
     def __call__(self, prompt: Prompt, completion: str) -> float:
         """What the function returns."""

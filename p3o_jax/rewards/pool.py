@@ -15,10 +15,10 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
-from types import TracebackType
+from types import FunctionType, TracebackType
 from typing import Any
 
 from p3o_jax.rewards.base import Graded, Prompt, Reward, import_function
@@ -57,7 +57,7 @@ class Verifiers:
 class VerifierPool:
     """Grades rows in parallel. Its processes start at once and in the background; `close`, or `with`, ends them."""
 
-    def __init__(self, reward: Reward, settings: Verifiers = Verifiers()):
+    def __init__(self, reward: Reward, settings: Verifiers):
         self._timeout = settings.timeout_seconds
         self._payload = _dumps((reward, 2 * self._timeout + 1))
         self._workers = [_Worker(self._payload) for _ in range(settings.processes or len(os.sched_getaffinity(0)))]
@@ -66,20 +66,22 @@ class VerifierPool:
         """What each row is worth, in their order.
 
         Raises:
-            RuntimeError: the processes do not start, with the reason.
+            ChildProcessError: the processes do not start, with the reason.
         """
         results: list[Any] = [None] * len(rows)
         waiting = list(reversed(range(len(rows))))
         try:
             while waiting or any(worker.row is not None for worker in self._workers):
-                for worker in self._workers:
-                    if waiting and worker.ready and worker.row is None and not worker.give(waiting[-1], rows, self._timeout):
-                        self._replace(worker)  # it died while it had nothing to do
-                    elif waiting and worker.row == waiting[-1]:
+                for worker in list(self._workers):
+                    if not waiting or not worker.ready or worker.row is not None:
+                        continue
+                    if worker.give(waiting[-1], rows, self._timeout):
                         waiting.pop()
+                    else:  # it died while it had nothing to do
+                        self._replace(worker)
                 self._listen(results)
         finally:
-            for worker in self._workers:
+            for worker in list(self._workers):
                 if worker.row is not None:  # interrupted: what it answers must not be taken for another row's
                     self._replace(worker)
         return results
@@ -92,12 +94,13 @@ class VerifierPool:
         for worker in busy:
             row = worker.row
             if worker.connection in heard:
+                said: Any
                 try:
                     said = worker.connection.recv()
                 except (EOFError, OSError):
                     said = Failed(f"its process ended with {worker.ended()}")
                     if not worker.ready:
-                        raise RuntimeError(f"a verifier did not start: {said}") from None
+                        raise ChildProcessError(f"a verifier did not start: {said}") from None
                     self._replace(worker)
                 if row is not None:
                     results[row] = said if isinstance(said, Graded) else Failed(said)
@@ -105,10 +108,10 @@ class VerifierPool:
                 elif said == "ready":
                     worker.ready = True
                 else:
-                    raise RuntimeError(f"a verifier did not start: {said}")
+                    raise ChildProcessError(f"a verifier did not start: {said}")
             elif time.monotonic() >= worker.deadline:
                 if row is None:
-                    raise RuntimeError(f"a verifier did not start within {_START_SECONDS:.0f} s")
+                    raise ChildProcessError(f"a verifier did not start within {_START_SECONDS:.0f} s")
                 results[row] = TimedOut(f"killed after {self._timeout:g} s")
                 self._replace(worker)
 
@@ -154,7 +157,8 @@ class _Worker:
                 start_new_session=True,  # killed with whatever it has started
             )
         self.connection = Connection(ours.detach())
-        self.ready, self.row = False, None
+        self.ready = False
+        self.row: int | None = None
         self.deadline = time.monotonic() + _START_SECONDS
         self._send(payload)
 
@@ -187,14 +191,12 @@ class _Pickler(pickle.Pickler):
     """What an experiment run by `python -m` defines is pickled under the experiment's own name, not `__main__`."""
 
     def reducer_override(self, thing: Any) -> Any:
-        if getattr(thing, "__module__", None) == "__main__" and isinstance(thing, type | _FUNCTION):
+        """How classes and functions of the main program are found again."""
+        if getattr(thing, "__module__", None) == "__main__" and isinstance(thing, type | FunctionType):
             name = getattr(sys.modules["__main__"].__spec__, "name", None)
             if name is not None:
                 return import_function, (f"{name}:{thing.__qualname__}",)
         return NotImplemented
-
-
-_FUNCTION: type = type(lambda: None)
 
 
 def _dumps(value: Any) -> bytes:

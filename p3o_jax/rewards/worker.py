@@ -11,6 +11,8 @@ import signal
 import sys
 from multiprocessing.connection import Connection
 
+from p3o_jax.rewards.base import Graded, judge
+
 _MEMORY_BYTES = 8 * 2**30
 """Address space of a verifier: `"9" * 10**12` is a MemoryError in it, not the end of the host."""
 
@@ -39,8 +41,9 @@ def main() -> None:
             # Ends this process even where the run was killed and nobody else will: by the kernel, so that it works
             # in the middle of one long instruction.
             signal.setitimer(signal.ITIMER_REAL, limit_seconds)
+            answer: Graded | str
             try:
-                answer = reward.grade(prompt, completion)
+                answer = judge(reward, prompt, completion)
             except Exception as error:
                 answer = f"{type(error).__name__}: {error}"[:_MAX_MESSAGE_CHARACTERS]
             signal.setitimer(signal.ITIMER_REAL, 0)

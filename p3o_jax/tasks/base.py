@@ -40,7 +40,10 @@ class Task(ABC):
     called in the training process, or a field or property that holds a `Reward`. An error is raised, never a 0.
     """
 
-    reward: Callable[[Prompt, str], float]
+    @property
+    @abstractmethod
+    def reward(self) -> Callable[[Prompt, str], float]:
+        """What a completion (decoded, without the token that ended it) is worth."""
 
     @property
     @abstractmethod

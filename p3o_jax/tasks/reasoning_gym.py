@@ -5,19 +5,17 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import hashlib
-import math
 import threading
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-import numpy as np
+from p3o_jax.rewards.base import Prompt, Reward
+from p3o_jax.tasks.base import DrawnPrompts, PromptSource, Split, Task
 
-from p3o_jax.models.tokenizer import CharTokenizer
-from p3o_jax.tasks.base import DrawnPrompts, Prompt, PromptSource, Split, Task
-
-_TOKENIZER = CharTokenizer()
 _RESERVED = ("seed", "size")
+_MEASURED_PROMPTS = 16
+_MEASURING_SEED = 20_260_512
 
 
 @dataclass(frozen=True)
@@ -35,8 +33,8 @@ class ReasoningGym(Task):
     """Name of the dataset, such as chain_sum."""
     settings: dict[str, bool | int | float | str] = field(default_factory=dict)
     """Settings of the dataset, such as min_terms 2 max_terms 3."""
-    prompt_tokens: int = 256
-    """Longest prompt; the character tokenizer has one token a character."""
+    prompt_tokens: int | None = None
+    """Longest prompt; None: as the task's own tokenizer, a token a byte, would need for nearly all of them."""
     response_tokens: int = 32
     """Longest response, its end included."""
     num_prompts: int = 10_000
@@ -44,7 +42,7 @@ class ReasoningGym(Task):
 
     def __post_init__(self) -> None:
         for name in ("prompt_tokens", "response_tokens", "num_prompts"):
-            if getattr(self, name) < 1:
+            if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         _create(self.dataset, self.settings, seed=0, size=1)
 
@@ -54,14 +52,14 @@ class ReasoningGym(Task):
         return self.dataset
 
     @property
-    def tokenizer(self) -> CharTokenizer:
-        """Printable ASCII, newline and tab."""
-        return _TOKENIZER
+    def reward(self) -> Reward:
+        """The dataset's own scorer."""
+        return ReasoningGymScore(self.dataset, self.settings)
 
     @property
     def max_prompt_tokens(self) -> int:
         """`prompt_tokens`."""
-        return self.prompt_tokens
+        return self._measured if self.prompt_tokens is None else self.prompt_tokens
 
     @property
     def max_response_tokens(self) -> int:
@@ -72,35 +70,31 @@ class ReasoningGym(Task):
         """Questions of the dataset; the metadata is the dataset's own entry."""
         return DrawnPrompts(_Draws(self, seed), split, self.num_prompts)
 
-    def reward(self, prompt: Prompt, completion: str) -> float:
-        """The dataset's score. There is no time limit: a verifier that evaluates an expression can take for ever.
+    @cached_property
+    def _measured(self) -> int:
+        """A quarter more than the longest of the first questions, in whole 32 bytes."""
+        size = min(_MEASURED_PROMPTS, self.num_prompts)
+        dataset = _create(self.dataset, self.settings, seed=_MEASURING_SEED, size=size)
+        longest = max(len(dataset[i]["question"].encode()) for i in range(size))
+        return -(-longest * 5 // (4 * 32)) * 32
 
-        Raises:
-            ValueError: the score is not a finite number.
-            Exception: whatever the dataset's verifier raises, with a note that names the prompt and the completion.
-        """
-        try:
-            score = float(self._scorer.score_answer(completion.strip(), prompt.metadata))
-        except Exception as error:
-            error.add_note(f"{self.dataset}: while scoring {completion!r} for prompt {prompt.index}, {prompt.text!r}")
-            raise
-        if not math.isfinite(score):
-            raise ValueError(f"{self.dataset}: score of {completion!r} for prompt {prompt.index} is {score}")
-        return score
 
-    def demonstration(self, prompt: Prompt, noise: float, rng: np.random.Generator) -> str:
-        """The dataset's answer; a digit is replaced by a digit, a letter by a letter, another character by another.
+@dataclass(frozen=True)
+class ReasoningGymScore(Reward):
+    """A dataset's own scorer, in a process that can be killed: some evaluate what the model wrote."""
 
-        Raises:
-            ValueError: the dataset has no answer to this prompt, only a verifier.
-        """
-        if not prompt.answer:
-            raise ValueError(f"{self.dataset}: no answer to demonstrate for prompt {prompt.index}, {prompt.text!r}")
-        replaced = rng.random(len(prompt.answer)) < noise
-        return "".join(
-            rng.choice(_alike(character)) if replace else character
-            for character, replace in zip(prompt.answer, replaced, strict=True)
-        )
+    dataset: str
+    """Name of the dataset."""
+    settings: dict[str, bool | int | float | str] = field(default_factory=dict)
+    """Its settings."""
+
+    def __call__(self, prompt: Prompt, completion: str) -> float:
+        """The score of the stripped completion."""
+        return float(self._scorer.score_answer(completion.strip(), prompt.metadata))
+
+    def warm_up(self) -> None:
+        """Makes the dataset."""
+        _ = self._scorer
 
     @cached_property
     def _scorer(self) -> Any:
@@ -128,13 +122,8 @@ class _Draws:
                 seed = int.from_bytes(digest, "big") % 2**31
                 self._datasets[attempt] = _create(task.dataset, task.settings, seed=seed, size=task.num_prompts)
             entry = self._datasets[attempt][index]
-        text, answer = entry["question"], entry["answer"]
-        if len(text) > task.prompt_tokens:
-            raise ValueError(
-                f"{task.dataset}: prompt {index} has {len(text)} characters, more than prompt_tokens="
-                f"{task.prompt_tokens}: raise it or make the prompts shorter by settings; {text[:80]!r}..."
-            )
-        return Prompt(index, text, "" if answer is None else str(answer), entry)
+        answer = entry["answer"]
+        return Prompt(index, entry["question"], "" if answer is None else str(answer), entry)
 
 
 def _create(name: str, settings: dict[str, Any], *, seed: int, size: int) -> Any:
@@ -160,12 +149,3 @@ def _create(name: str, settings: dict[str, Any], *, seed: int, size: int) -> Any
         return dataset_type(config=config_type(**settings, seed=seed, size=size))
     except (AssertionError, TypeError, ValueError) as error:
         raise ValueError(f"{name}: settings {settings} are not accepted: {error}") from error
-
-
-def _alike(character: str) -> list[str]:
-    """The characters of the same kind: digits, lower case, upper case, the rest."""
-
-    def kind(c: str) -> tuple[bool, bool, bool]:
-        return c.isdigit(), c.islower(), c.isupper()
-
-    return [c for c in _TOKENIZER.alphabet if kind(c) == kind(character)]

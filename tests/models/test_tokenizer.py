@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from p3o_jax.models.tokenizer import PRINTABLE_ASCII, CharTokenizer
+from p3o_jax.models.tokenizer import PRINTABLE_ASCII, ByteTokenizer, CharTokenizer
 
 
 def test_ids_are_positions_in_the_alphabet_after_the_end_of_sequence():
@@ -46,3 +46,14 @@ def test_id_outside_the_vocabulary(token):
 def test_alphabet_is_checked(alphabet):
     with pytest.raises(ValueError, match="alphabet"):
         CharTokenizer(alphabet)
+
+
+def test_bytes_take_any_text():
+    tokenizer = ByteTokenizer()
+    for text in ("", "abc\n", "π ≈ 3.14 ✅\0"):
+        ids = tokenizer.encode(text)
+        assert tokenizer.decode([*ids, 255]) == text
+        assert 255 not in ids  # the end of a sequence is no byte of a text
+    assert tokenizer.decode([0xCF]) == "\ufffd"  # half a character
+    with pytest.raises(ValueError, match=r"token ids \[256, -1\] are outside"):
+        tokenizer.decode([1, 256, -1])

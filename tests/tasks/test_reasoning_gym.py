@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
+from p3o_jax.rewards.pool import TimedOut, VerifierPool, Verifiers
 from p3o_jax.tasks import ReasoningGym
 from p3o_jax.tasks.base import split_of
 
@@ -115,25 +116,40 @@ def test_a_dataset_without_answers_has_no_demonstrations():
         task.demonstration(prompt, 0.1, np.random.default_rng(0))
 
 
-def test_an_error_of_the_verifier_is_not_a_reward(monkeypatch):
+@pytest.mark.parametrize("score", [float("nan"), RuntimeError("signal only works in the main thread")])
+def test_what_goes_wrong_in_a_verifier_is_not_a_reward(monkeypatch, score):
     task = ReasoningGym("chain_sum")
     prompt = task.prompts("train", 0)[0]
 
     def broken(self, answer, entry):
-        raise RuntimeError("signal only works in the main thread")
+        if isinstance(score, Exception):
+            raise score
+        return score
 
     monkeypatch.setattr(DATASETS["chain_sum"][0], "score_answer", broken)
-    with pytest.raises(RuntimeError, match="main thread") as caught:
-        task.reward(prompt, "12")
-    assert "chain_sum: while scoring '12' for prompt 0" in caught.value.__notes__[0]
+    with pytest.raises((RuntimeError, ValueError), match=r"main thread|the reward is nan"):
+        task.reward.grade(prompt, "12")
 
 
-def test_a_score_that_is_not_a_number_is_an_error(monkeypatch):
-    task = ReasoningGym("chain_sum")
+def test_a_scorer_that_evaluates_what_it_is_given_is_killed():
+    task = ReasoningGym("countdown")
+    assert not task.reward.quick
     prompt = task.prompts("train", 0)[0]
-    monkeypatch.setattr(DATASETS["chain_sum"][0], "score_answer", lambda self, answer, entry: float("nan"))
-    with pytest.raises(ValueError, match="score of '12' for prompt 0 is nan"):
-        task.reward(prompt, "12")
+    with VerifierPool(task.reward, Verifiers(processes=1, timeout_seconds=1)) as pool:
+        good, bad, again = pool([(prompt, prompt.answer), (prompt, "9**9**9"), (prompt, prompt.answer)])
+    assert good.reward == again.reward == 1
+    assert isinstance(bad, TimedOut)
+
+
+def test_every_dataset_fits_its_own_defaults():
+    """Its tokenizer takes every character, and its limit nearly all of the questions."""
+    for name in ("simple_geometry", "propositional_logic", "spell_backward", "gcd", "modulo_grid"):
+        task = ReasoningGym(name)
+        source = task.prompts("train", 0)
+        lengths = [len(task.tokenizer.encode(source[i].text)) for i in range(50)]
+        assert np.mean([length <= task.max_prompt_tokens for length in lengths]) > 0.9
+        assert task.max_prompt_tokens <= 2 * max(lengths) + 32
+    assert ReasoningGym("gcd", prompt_tokens=77).max_prompt_tokens == 77
 
 
 @pytest.mark.parametrize(
@@ -155,12 +171,6 @@ def test_wrong_input_is_refused_in_one_line(arguments, message):
     with pytest.raises(ValueError, match=message) as caught:
         ReasoningGym(**arguments)
     assert "\n" not in str(caught.value)
-
-
-def test_a_prompt_that_is_too_long_is_an_error_that_says_what_to_do():
-    task = ReasoningGym("chain_sum", prompt_tokens=40)
-    with pytest.raises(ValueError, match=r"more than prompt_tokens=40: raise it"):
-        task.prompts("train", 0)[0]
 
 
 def test_without_the_package_the_error_says_what_to_install(monkeypatch):

@@ -36,7 +36,7 @@ class GradedSort(SortDigits):
 
 @dataclass(frozen=True)
 class Nasty(SortDigits):
-    """Judged by a verifier that fails where a response begins with 0 and hangs where it begins with 9."""
+    """Judged by a verifier that hangs where there is a 9 in a response and fails where there is a 0."""
 
     reward: Reward = Function("tests.rewards.verifiers:sorted_or_else")
 
@@ -319,9 +319,9 @@ def test_training_goes_on_without_the_rows_whose_verifier_fails(tmp_path):
     lines = run(tmp_path / "run", replace(config, evaluate_every=0))
     for step, line in enumerate(lines, start=1):
         rows = rollouts(tmp_path / "run", step)
-        failed = [row for row in rows if row["completion"][:1] in ("0", "9")]
-        assert line["reward/verifier_timeouts"] == sum(row["completion"][0] == "9" for row in failed) > 0
-        assert line["reward/verifier_errors"] == sum(row["completion"][0] == "0" for row in failed) > 0
+        failed = [row for row in rows if set("09") & set(row["completion"])]
+        assert line["reward/verifier_timeouts"] == sum("9" in row["completion"] for row in failed) > 0
+        assert line["reward/verifier_errors"] == sum("9" not in row["completion"] for row in failed) > 0
         assert {(row["reward"], row["advantage"]) for row in failed} == {("nan", 0.0)}
         others = [row["reward"] for row in rows if row not in failed]
         assert line["reward/mean"] == pytest.approx(np.mean(others))

@@ -36,9 +36,9 @@ def surroundings(prompt, completion):
 
 
 def sorted_or_else(prompt, completion):
-    """Sorting digits; a completion that starts with 0 makes it fail, one that starts with 9 makes it hang."""
-    if completion.startswith("9"):
+    """Sorting digits; a 9 in a completion makes it hang, a 0 makes it fail."""
+    if "9" in completion:
         return float(9**9**9 > 0)
-    if completion.startswith("0"):
+    if "0" in completion:
         raise RuntimeError("a zero is no reward")
     return sum(a == b for a, b in zip(completion, prompt.answer, strict=False)) / len(prompt.answer)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -25,9 +27,9 @@ LIMITS = SamplingLimits(prompt_tokens=6, response_tokens=9, eos_ids=(0,), stop_i
 PROMPTS = [[1, 2, 4], [5, 6, 8, 9, 10, 11], [2], [4, 4, 4, 4], [9, 8], [1, 2, 4, 5, 6], [11], [10, 1, 8]]
 
 
-def weights_of(config: TransformerConfig, vocab: int, scale: float = 2.0):
+def weights_of(config: TransformerConfig, vocab: int, scale: float = 2.0, seed: int = 0):
     """Random weights with sharper logits than at initialisation."""
-    params = nnx.state(Transformer(config, vocab, nnx.Rngs(0)))
+    params = nnx.state(Transformer(config, vocab, nnx.Rngs(seed)))
     return jax.tree.map(lambda leaf: leaf * scale if leaf.ndim > 1 else leaf, params)
 
 
@@ -35,12 +37,17 @@ def one_device():
     return make_mesh(devices=jax.devices()[:1])
 
 
+@functools.cache
+def sampler_of(mesh, limits: SamplingLimits = LIMITS) -> Sampler:
+    """Shared by the tests, and with it what it has compiled."""
+    return Sampler(CONFIG, VOCAB, limits, Precision(), mesh)
+
+
 def sample(mesh=None, *, limits=LIMITS, prompts=PROMPTS, indices=None, seed=0, version=0, **options) -> Rollout:
-    sampler = Sampler(CONFIG, VOCAB, limits, Precision(), mesh or one_device())
+    sampler = sampler_of(mesh or one_device(), limits)
     weights = sampler.synchronise(weights_of(CONFIG, VOCAB), version)
     indices = range(len(prompts)) if indices is None else indices
-    temperature = options.pop("temperature", 1.0)
-    options.setdefault("sampling", Sampling(temperature))
+    options.setdefault("sampling", Sampling(options.pop("temperature", 1.0)))
     return to_local(sampler(weights, prompts, list(indices), key=jax.random.key(seed), **options))
 
 
@@ -238,6 +245,11 @@ def test_synchronise_copies():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
+        (lambda: sample(sampling=[Sampling()]), "1 sampling for 8 prompts"),
+        (lambda: sample(indices=[1, 2]), "2 prompt_indices for 8 prompts"),
+        (lambda: sample(response_limits=[9] * 7 + [10]), "response limit of prompt 7 is 10, allowed are 1 to 9"),
+        (lambda: sample(response_limits=[0] * 8), "response limit of prompt 0 is 0"),
+        (lambda: sample(make_mesh(), limits=replace(LIMITS, slots=12)), "slots=12 must be a .* multiple of the 8"),
         (lambda: sample(prompts=[[1] * 7]), "7 tokens, allowed are 1 to 6"),
         (lambda: sample(prompts=[[]]), "0 tokens"),
         (lambda: sample(temperature=0.0), "temperature must be positive"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 import os
 import sys
@@ -14,11 +15,13 @@ from typing import Annotated
 import jax
 import numpy as np
 import tyro
+from jax.sharding import Mesh
 
 from p3o_jax import processes
 from p3o_jax.compilation_cache import enable_compilation_cache
 from p3o_jax.config import Config
 from p3o_jax.output import closed_output_ends_quietly
+from p3o_jax.policies import Policy, load_policy, random_policy
 from p3o_jax.preemption import Preempted
 from p3o_jax.processes import ElsewhereError
 from p3o_jax.train import train
@@ -114,6 +117,35 @@ def parse(name: str, description: str, variants: Mapping[str, Config], arguments
         if run.run_dir is not None and len(runs) > 1:
             raise ValueError("--run-dir needs a variant: each variant is a run of its own")
     return runs
+
+
+def configuration(name: str) -> Config:
+    """The configuration of EXPERIMENT[:VARIANT], a module of experiments/ in the working directory.
+
+    Raises:
+        ValueError: there is no such experiment or variant.
+    """
+    experiment, _, variant = name.partition(":")
+    sys.path.insert(0, os.getcwd())
+    try:
+        variants = importlib.import_module(f"experiments.{experiment}").VARIANTS
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"no experiment {experiment!r} in {os.getcwd()}/experiments: {error}") from error
+    if variant and variant not in variants:
+        raise ValueError(f"unknown variant {variant!r} of {experiment}; choose from {', '.join(variants)}")
+    return variants[variant or next(iter(variants))]
+
+
+def open_policy(name: str, mesh: Mesh, *, chat: bool = True, system_prompt: str | None = None) -> Policy:
+    """A policy as `load_policy` knows it, or random:EXPERIMENT[:VARIANT], the model of an experiment as initialised.
+
+    Raises:
+        FileNotFoundError: there is no such model, run or checkpoint.
+        ValueError: it cannot be read, or there is no such experiment.
+    """
+    if name.startswith("random:"):
+        return random_policy(name, configuration(name.partition(":")[2]), mesh)
+    return load_policy(name, mesh, chat=chat, system_prompt=system_prompt)
 
 
 def describe(config: Config) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,7 +22,7 @@ from p3o_jax.models.load import load_params
 from p3o_jax.models.lora import merged
 from p3o_jax.models.pretrained import Pretrained
 from p3o_jax.models.tokenizer import Tokenizer
-from p3o_jax.models.transformer import abstract_model, weight_specs
+from p3o_jax.models.transformer import Transformer, abstract_model, weight_specs
 from p3o_jax.run_directory import RunDirectory
 
 
@@ -105,6 +106,25 @@ def _of_run(name: str, directory: RunDirectory, step: int | None, mesh: Mesh, dt
         lambda params: jax.tree.map(lambda leaf: leaf.astype(dtype), merged(params, model.lora)), out_shardings=places
     )
     return Policy(name, plain, finish(params), tokenizer, config, found)
+
+
+def random_policy(name: str, config: Config, mesh: Mesh) -> Policy:
+    """The model of a configuration as it is initialised, without adapters, which are 0 then.
+
+    Raises:
+        ValueError: the configuration starts from a published model.
+    """
+    if config.pretrained is not None:
+        raise ValueError(f"{name} starts from {config.pretrained.path}: give that as the model")
+    model, vocab_size = dataclasses.replace(config.model, lora=None), config.task.tokenizer.vocab_size
+    _, abstract = abstract_model(model, vocab_size)
+    places = jax.tree.map(lambda spec: NamedSharding(mesh, spec), weight_specs(abstract, mesh, sharding.LEARNER_RULES))
+
+    def create(key: jax.Array) -> nnx.State:
+        return nnx.state(Transformer(model, vocab_size, nnx.Rngs(params=key)))
+
+    params = jax.jit(create, out_shardings=places)(jax.random.key(config.seed))
+    return Policy(name, model, params, config.task.tokenizer, config)
 
 
 def restore_params(path: Path, model: TransformerConfig, vocab_size: int, mesh: Mesh) -> nnx.State:

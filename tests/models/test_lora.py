@@ -126,9 +126,9 @@ def test_the_sampler_gets_merged_weights(updated):
     limits = SamplingLimits(prompt_tokens=4, response_tokens=4, eos_ids=(0,))
     mesh = make_mesh(devices=jax.devices()[:1])
     sampler = Sampler(MODEL, VOCAB, limits, Precision(), mesh)
-    weights = sampler.synchronise(state.params)
+    weights = sampler.synchronise(state.params, 3)
     expected = jax.jit(lambda params: lora.merged(params, ADAPTERS))(state.params)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), weights, expected)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), weights.params, expected)
     assert jax.tree.structure(weights) == jax.tree.structure(sampler.abstract_weights())
 
 

@@ -1,0 +1,323 @@
+"""How far a sampler is from the policy being trained, before anything is trained.
+
+For every cell of precision x temperature x staleness the sampler draws responses, and the learner's forward pass, the
+one that training uses, gives the log-probs of the same tokens:
+
+    log_ratio_t = log pi(y_t) - log mu(y_t)      pi the learner, mu the sampler of the cell
+
+and from these the ESS and what else `p3o_jax.stats` says of a batch of rollouts. Besides the cells, the noise floor:
+the learner against itself on the same tokens in another batch shape, and the sampler at the learner's own precision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+
+from p3o_jax import metrics, sharding, stats
+from p3o_jax.learner import Learner
+from p3o_jax.models.tokenizer import Tokenizer
+from p3o_jax.models.transformer import TransformerConfig
+from p3o_jax.objectives import P3OSnapshot, kl
+from p3o_jax.optimizer import OptimizerConfig
+from p3o_jax.precision import Precision
+from p3o_jax.rollouts import make_batch
+from p3o_jax.sampler import Sampler, SamplingLimits, Weights
+from p3o_jax.types import Batch, Rollout
+
+EXACT_VOCABULARY = 8192
+"""Up to this size of the vocabulary whole distributions are compared; beyond, their top `SUPPORT_TOKENS`."""
+SUPPORT_TOKENS = 256
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is probed."""
+
+    precisions: tuple[Precision, ...]
+    temperatures: tuple[float, ...] = (1.0,)
+    samples_per_prompt: int = 4
+    prompts_per_batch: int = 16
+    learner_temperature: float = 1.0
+    top_tokens: int = 5
+    """Tokens that are shown of every cell: those with the largest |log ratio|."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, least in (("samples_per_prompt", 2), ("prompts_per_batch", 1), ("top_tokens", 0)):
+            if getattr(self, name) < least:
+                raise ValueError(f"probe: {name} must be at least {least}, got {getattr(self, name)}")
+        for name, values in (
+            ("temperatures", self.temperatures),
+            ("learner_temperature", (self.learner_temperature,)),
+        ):
+            if not values or not all(np.isfinite(value) and value > 0 for value in values):
+                raise ValueError(f"probe: {name} must be positive and finite, got {values}")
+        if not self.precisions:
+            raise ValueError("probe: no precision was given")
+
+
+@dataclass(frozen=True)
+class Token:
+    """A token on which the two sides disagree, and what stands before it."""
+
+    prompt_index: int
+    position: int  # in the response, from 0
+    context: str
+    token: str
+    log_prob: float  # the learner's
+    behaviour_log_prob: float
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """What is said of one set of tokens; means are over tokens."""
+
+    ess: float
+    sequence_ess: float  # of ratios of whole responses: 1 / rows already where the tokens' is near 1
+    kl: float | None  # KL(pi, mu) of the distributions, exact or of their top tokens; None: not looked at
+    k3: float
+    chi2: float
+    log_ratio_abs_mean: float
+    log_ratio_abs_max: float
+    outside_fraction: float  # of ratios outside 1 +- 0.2
+    ratio_mean: float
+    nonfinite: int
+    num_tokens: int
+    num_rows: int
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A sampler, and how far it is from the learner."""
+
+    precision: str
+    temperature: float
+    staleness: int
+    mismatch: Mismatch
+    top: tuple[Token, ...]
+
+
+@dataclass(frozen=True)
+class Report:
+    """All cells, and what there is without any difference."""
+
+    cells: tuple[Cell, ...]
+    batch_shape: Mismatch
+    """The learner against itself: rows at once, and in halves."""
+    equal_precision: Cell
+    """The sampler in the learner's own format, at its temperature, with its weights."""
+    learner_precision: str
+    learner_temperature: float
+    kl: str
+    """What stands for the KL: "exact" or "top_k", a lower bound."""
+
+
+class Prober:
+    """The compiled parts of a probe of one architecture."""
+
+    def __init__(
+        self,
+        model: TransformerConfig,
+        tokenizer: Tokenizer,
+        limits: SamplingLimits,
+        mesh: Mesh,
+        settings: Settings,
+    ):
+        self._model, self._tokenizer, self._limits, self._mesh, self._settings = (
+            model, tokenizer, limits, mesh, settings,
+        )  # fmt: skip
+        vocab_size = tokenizer.vocab_size
+        self.kl: Literal["exact", "top_k"] = "exact" if vocab_size <= EXACT_VOCABULARY else "top_k"
+        self._support: int | Literal["exact"] = "exact" if self.kl == "exact" else min(SUPPORT_TOKENS, vocab_size)
+        self._learner = Learner(
+            model,
+            vocab_size,
+            P3OSnapshot(kl=self.kl),  # its snapshot pass is the learner's forward, and takes the sampler's support
+            OptimizerConfig(),
+            mesh,
+            num_updates=1,
+            support_tokens=SUPPORT_TOKENS,
+        )
+        self._samplers: dict[Precision, Sampler] = {}
+        self._statistics = jax.jit(_statistics)
+        self._divergence = jax.jit(lambda learner, sampler: kl.distribution(self.kl, learner, sampler))
+
+    def run(
+        self,
+        prompts: Sequence[tuple[int, Sequence[int]]],
+        params: nnx.State,
+        past: Sequence[tuple[int, Callable[[], nnx.State]]] = (),
+        progress: Callable[[str], None] = lambda line: None,
+    ) -> Report:
+        """
+        Args:
+            prompts: an index and token ids each.
+            params: the learner's.
+            past: staleness and parameters of older policies, loaded when their turn comes.
+            progress: is told which cell comes.
+
+        Raises:
+            ValueError: a prompt does not fit, or a precision does not fit the model.
+        """
+        settings, cells = self._settings, []
+        for precision in settings.precisions:  # what does not fit is refused before anything compiles
+            self._sampler(precision)
+        own = Precision(self._model.dtype, self._model.dtype, self._model.dtype)
+        progress(f"noise floor: {own}")
+        floor, drawn = self._cell(
+            own, settings.learner_temperature, 0, self._synchronise(own, params, 0), params, prompts
+        )
+        batch_shape = self._batch_shape(params, drawn)
+        del drawn
+        for staleness, load in ((0, lambda: params), *past):
+            sampled_by = load()
+            for precision in settings.precisions:
+                weights = self._synchronise(precision, sampled_by, -staleness)
+                for temperature in settings.temperatures:
+                    progress(f"{precision}, temperature {temperature:g}, staleness {staleness}")
+                    cell, _ = self._cell(precision, temperature, staleness, weights, params, prompts)
+                    cells.append(cell)
+        return Report(tuple(cells), batch_shape, floor, str(own), settings.learner_temperature, self.kl)
+
+    def _sampler(self, precision: Precision) -> Sampler:
+        if precision not in self._samplers:
+            self._samplers[precision] = Sampler(
+                self._model, self._tokenizer.vocab_size, self._limits, precision, self._mesh
+            )
+        return self._samplers[precision]
+
+    def _synchronise(self, precision: Precision, params: nnx.State, version: int) -> Weights:
+        return self._sampler(precision).synchronise(params, version)
+
+    def _cell(
+        self,
+        precision: Precision,
+        temperature: float,
+        staleness: int,
+        weights: Weights,
+        params: nnx.State,
+        prompts: Sequence[tuple[int, Sequence[int]]],
+    ) -> tuple[Cell, list[Batch]]:
+        batches, rollouts, of_learner, divergences = [], [], [], []
+        for part in _parts(prompts, self._settings.prompts_per_batch):
+            rollout = self._draw(precision, weights, temperature, part)
+            batch = self._batch(rollout)
+            seen = self._learner.snapshot(params, sharding.to_global(batch, self._mesh))
+            divergence = self._divergence(seen.support.proximal_log_probs, seen.support.behaviour_log_probs)
+            of_learner.append(sharding.to_local(seen.proximal_log_probs))
+            divergences.append(sharding.to_local(divergence))
+            rollouts.append(rollout._replace(support=None))
+            batches.append(batch._replace(support=None))
+        mask, behaviour = (_stack([getattr(b, name) for b in batches]) for name in ("mask", "behaviour_log_probs"))
+        log_probs, divergence = _stack(of_learner), _stack(divergences)
+        found = self._mismatch(log_probs, behaviour, divergence, mask)
+        top = tuple(self._top(rollouts, of_learner, batches))
+        return Cell(str(precision), temperature, staleness, found, top), batches
+
+    def _draw(self, precision: Precision, weights: Weights, temperature: float, prompts: Sequence) -> Rollout:
+        rollout = self._sampler(precision)(
+            weights,
+            [ids for _, ids in prompts],
+            [index for index, _ in prompts],
+            key=jax.random.key(self._settings.seed),
+            num_samples=self._settings.samples_per_prompt,
+            temperature=temperature,
+            support=self._support,
+        )
+        return sharding.to_local(rollout)
+
+    def _batch(self, rollout: Rollout) -> Batch:
+        no_advantages = np.zeros(len(rollout.tokens), np.float32)
+        return make_batch(rollout, no_advantages, learner_temperature=self._settings.learner_temperature, step=0)
+
+    def _batch_shape(self, params: nnx.State, batches: list[Batch]) -> Mismatch:
+        """The learner's forward pass of the same rows, at once and in two halves with a column more of padding."""
+        whole, halves, masks = [], [], []
+        shards = sharding.num_batch_shards(self._mesh)
+        for batch in batches:
+            rows = len(batch.mask) // 2 // shards * shards
+
+            def part(start: int, batch: Batch = batch, rows: int = rows) -> Batch:
+                padding = ((0, 0), (0, 1))
+                return jax.tree.map(lambda leaf: np.pad(leaf[start : start + rows], padding, mode="edge"), batch)
+
+            log_probs = [
+                sharding.to_local(self._learner.log_probs(params, sharding.to_global(rows_of, self._mesh))[0])
+                for rows_of in (batch, part(0), part(rows))
+            ]
+            whole.append(log_probs[0][: 2 * rows])
+            halves.append(np.concatenate(log_probs[1:])[:, :-1])
+            masks.append(batch.mask[: 2 * rows])
+        return self._mismatch(_stack(whole), _stack(halves), None, _stack(masks))
+
+    def _mismatch(
+        self, log_probs: np.ndarray, behaviour: np.ndarray, divergence: np.ndarray | None, mask: np.ndarray
+    ) -> Mismatch:
+        found = jax.device_get(self._statistics(log_probs, behaviour, divergence, mask))
+        return Mismatch(
+            **({"kl": None} | {name: float(value) for name, value in found.items() if name != "nonfinite"}),
+            nonfinite=int(found["nonfinite"]),
+            num_tokens=int(mask.sum()),
+            num_rows=len(mask),
+        )
+
+    def _top(self, rollouts: list[Rollout], of_learner: list[np.ndarray], batches: list[Batch]) -> Iterator[Token]:
+        """The tokens with the largest |log ratio|, those that are not finite first."""
+        found = []
+        for i, (log_probs, batch) in enumerate(zip(of_learner, batches, strict=True)):
+            size = np.abs(log_probs - batch.behaviour_log_probs)
+            size = np.where(batch.mask, np.where(np.isfinite(size), size, np.inf), -1.0)
+            for at in np.argsort(-size, axis=None)[: self._settings.top_tokens]:
+                row, column = divmod(int(at), size.shape[1])
+                found.append((size[row, column], i, row, column))
+        for size, i, row, column in sorted(found, reverse=True)[: self._settings.top_tokens]:
+            if size < 0:
+                continue
+            rollout, at = rollouts[i], column + 1
+            before = rollout.tokens[row, max(0, at - 24) : at].tolist()
+            yield Token(
+                int(rollout.group[row]),
+                at - int(rollout.prompt_length[row]),
+                self._tokenizer.decode(before),
+                self._tokenizer.decode([int(rollout.tokens[row, at])]) or f"<{int(rollout.tokens[row, at])}>",
+                float(of_learner[i][row, column]),
+                float(batches[i].behaviour_log_probs[row, column]),
+            )
+
+
+def _statistics(log_probs: Any, behaviour: Any, divergence: Any, mask: Any) -> dict[str, Any]:
+    """The fields of a `Mismatch` that are taken over tokens."""
+    log_ratio = stats.log_ratio(log_probs, behaviour, mask)
+    found = stats.ratio_metrics(log_ratio, mask)
+    tags = {
+        "ess": "policy/ess",
+        "k3": "policy/behaviour_kl_proxy",
+        "chi2": "policy/chi2",
+        "log_ratio_abs_mean": "policy/log_ratio_abs_mean",
+        "log_ratio_abs_max": "policy/log_ratio_abs_max",
+        "outside_fraction": "policy/outside_0.2_fraction",
+        "ratio_mean": "policy/ratio_mean",
+        "nonfinite": "policy/nonfinite_log_ratio",
+    }
+    wanted = {name: found[tag] for name, tag in tags.items()}
+    wanted["sequence_ess"] = stats.sequence_moments(log_ratio, mask)
+    if divergence is not None:
+        wanted["kl"] = stats.token_mean(divergence, mask)
+    return metrics.values(wanted)
+
+
+def _parts(prompts: Sequence, size: int) -> list[Sequence]:
+    return [prompts[start : start + size] for start in range(0, len(prompts), size)]
+
+
+def _stack(parts: Sequence[Any]) -> np.ndarray:
+    """Rows of all parts [B, T]; shorter ones are padded at the end, where the mask is False."""
+    longest = max(part.shape[1] for part in parts)
+    return np.concatenate([np.pad(part, ((0, 0), (0, longest - part.shape[1]))) for part in parts])

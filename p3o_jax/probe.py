@@ -269,17 +269,17 @@ class Prober:
         )
 
     def _top(self, rollouts: list[Rollout], of_learner: list[np.ndarray], batches: list[Batch]) -> Iterator[Token]:
-        """The tokens with the largest |log ratio|, those that are not finite first."""
-        found = []
+        """The tokens with the largest |log ratio|, those that are not finite first; each prompt and position once."""
+        found: dict[tuple[int, int], tuple[float, int, int, int]] = {}
         for i, (log_probs, batch) in enumerate(zip(of_learner, batches, strict=True)):
             size = np.abs(log_probs - batch.behaviour_log_probs)
             size = np.where(batch.mask, np.where(np.isfinite(size), size, np.inf), -1.0)
-            for at in np.argsort(-size, axis=None)[: self._settings.top_tokens]:
+            for at in np.argsort(-size, axis=None)[: 8 * self._settings.top_tokens]:
                 row, column = divmod(int(at), size.shape[1])
-                found.append((size[row, column], i, row, column))
-        for size, i, row, column in sorted(found, reverse=True)[: self._settings.top_tokens]:
-            if size < 0:
-                continue
+                place = (int(rollouts[i].group[row]), column)
+                if size[row, column] > found.get(place, (-1.0,))[0]:
+                    found[place] = (float(size[row, column]), i, row, column)
+        for _, i, row, column in sorted(found.values(), reverse=True)[: self._settings.top_tokens]:
             rollout, at = rollouts[i], column + 1
             before = rollout.tokens[row, max(0, at - 24) : at].tolist()
             yield Token(

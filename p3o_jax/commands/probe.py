@@ -23,7 +23,7 @@ LADDER = (
     "fp8_e4m3/fp8_e4m3/fp8_e4m3",
     "fp8_e5m2/fp8_e5m2/fp8_e5m2",
     "int4",
-    "int4@32",
+    "int4@16",
 )
 
 
@@ -123,7 +123,8 @@ def run(arguments: Sequence[str]) -> None:
     device = mesh.devices.flat[0].device_kind
     print(f"{asked.model} (step {policy.step}), {len(prompts)} prompts x {asked.samples_per_prompt}, on {device}")
     for precision in settings.precisions:
-        print(f"  {precision}: {'; '.join(describe(precision, device))}")
+        products, cache = (line.partition(": ")[2] for line in describe(precision, device))
+        print(f"  {precision}: {products}; {cache}")
     directory = asked.model.rpartition("@")[0] if "@" in asked.model else asked.model
     past = [(age, lambda age=age: load_policy(f"{directory}@{policy.step - age}", mesh).params) for age in ages]
     prober = probe.Prober(model, policy.tokenizer, limits, mesh, settings)

@@ -1,0 +1,240 @@
+"""What a probe measures against the same numbers by hand, and what it says of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import replace
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from experiments import quickstart
+from p3o_jax import probe_report
+from p3o_jax.commands import probe as command
+from p3o_jax.models.tokenizer import CharTokenizer
+from p3o_jax.models.transformer import Transformer, TransformerConfig
+from p3o_jax.precision import Precision, parse
+from p3o_jax.probe import Cell, Mismatch, Prober, Report, Settings
+from p3o_jax.sampler import Sampler, SamplingLimits
+from p3o_jax.sharding import make_mesh, to_local
+from p3o_jax.trainer import Trainer
+
+TOKENIZER = CharTokenizer("abcdefghijk")
+MODEL = TransformerConfig(num_layers=1, embed_dim=16, num_heads=2, num_kv_heads=2, head_dim=8, mlp_dim=32)
+LIMITS = SamplingLimits(4, 8, (0,))
+PROMPTS = [(7, [1, 2]), (8, [3, 4, 5]), (9, [6, 6, 6, 6])]
+SETTINGS = Settings((Precision(), parse("fp8_e4m3/fp8_e4m3/fp8_e4m3")), (1.0, 0.5), 8, 2, top_tokens=3)
+
+
+@pytest.fixture(scope="module")
+def probed():
+    """A report, and what it was made of."""
+    mesh = make_mesh(devices=jax.devices()[:1])
+    init = jax.jit(lambda key: nnx.state(Transformer(MODEL, TOKENIZER.vocab_size, nnx.Rngs(params=key))))
+    params = jax.tree.map(lambda leaf: leaf * 2 if leaf.ndim > 1 else leaf, init(jax.random.key(0)))
+    older = jax.tree.map(lambda leaf: leaf * 1.1, params)
+    prober = Prober(MODEL, TOKENIZER, LIMITS, mesh, SETTINGS)
+    asked = []
+    report = prober.run(PROMPTS, params, [(3, lambda: older)], progress=asked.append)
+    return SimpleNamespace(report=report, params=params, older=older, mesh=mesh, asked=asked, prober=prober)
+
+
+def cell(report: Report, precision: str, temperature: float, staleness: int = 0) -> Cell:
+    (found,) = (
+        cell
+        for cell in report.cells
+        if (cell.precision.split("/")[0], cell.temperature, cell.staleness) == (precision, temperature, staleness)
+    )
+    return found
+
+
+@pytest.mark.parametrize(("temperature", "staleness"), [(1.0, 0), (0.5, 0), (1.0, 3)])
+def test_numbers_are_those_of_the_tokens_drawn(probed, temperature, staleness):
+    """The same rollouts again, the learner's distributions by its forward pass, and the statistics in float64."""
+    sampler = Sampler(MODEL, TOKENIZER.vocab_size, LIMITS, Precision(), probed.mesh)
+    weights = sampler.synchronise(probed.older if staleness else probed.params)
+    log_ratio, divergence, of_row, places, tokens = [], [], [], [], []
+    for part in (PROMPTS[:2], PROMPTS[2:]):
+        options = {"num_samples": 8, "temperature": temperature, "support": "exact"}
+        indices, prompts = zip(*part, strict=True)
+        rollout = to_local(sampler(weights, prompts, indices, key=jax.random.key(0), **options))
+        model = nnx.merge(nnx.split(nnx.eval_shape(lambda: Transformer(MODEL, 12, nnx.Rngs(0))))[0], probed.params)
+        positions = jnp.broadcast_to(jnp.arange(rollout.tokens.shape[1]), rollout.tokens.shape)
+        log_probs = jax.nn.log_softmax(model.logits(model.hidden(jnp.asarray(rollout.tokens), positions)[0]))
+        log_probs = np.asarray(log_probs, np.float64)
+        for row, ids in enumerate(rollout.tokens):
+            start = rollout.prompt_length[row]
+            for at in range(start, start + rollout.response_length[row]):
+                pi, mu = log_probs[row, at - 1], rollout.support.behaviour_log_probs[row, at].astype(np.float64)
+                log_ratio.append(pi[ids[at]] - rollout.behaviour_log_probs[row, at])
+                divergence.append((np.exp(pi) * (pi - mu)).sum())
+                of_row.append((rollout.group[row], row))
+                tokens.append(ids[at])
+                places.append((rollout.group[row], at - start))
+    log_ratio = np.array(log_ratio)
+    ratio = np.exp(log_ratio)
+    sequences = np.exp([log_ratio[[r == row for r in of_row]].sum() for row in dict.fromkeys(of_row)])
+    found = cell(probed.report, "float32", temperature, staleness)
+    expected = {
+        "ess": ratio.mean() ** 2 / (ratio**2).mean(),
+        "sequence_ess": sequences.mean() ** 2 / (sequences**2).mean(),
+        "kl": np.mean(divergence),
+        "k3": (log_ratio + 1 / ratio - 1).mean(),
+        "chi2": (ratio**2).mean() - 1,
+        "log_ratio_abs_mean": np.abs(log_ratio).mean(),
+        "log_ratio_abs_max": np.abs(log_ratio).max(),
+        "outside_fraction": (np.abs(ratio - 1) > 0.2).mean(),
+        "ratio_mean": ratio.mean(),
+        "num_tokens": len(ratio),
+        "num_rows": 24,
+        "nonfinite": 0,
+    }
+    for name, value in expected.items():
+        assert getattr(found.mismatch, name) == pytest.approx(value, rel=1e-3, abs=1e-5), name
+    largest: dict = {}
+    for at, size in zip(places, np.abs(log_ratio), strict=True):
+        largest[at] = max(size, largest.get(at, 0))
+    shown = [abs(token.log_prob - token.behaviour_log_prob) for token in found.top]
+    np.testing.assert_allclose(shown, sorted(largest.values(), reverse=True)[:3], atol=1e-5)
+    if (temperature, staleness) != (1, 0):
+        worst = int(np.abs(log_ratio).argmax())
+        assert found.top[0].token == (TOKENIZER.decode([tokens[worst]]) or "<0>")
+        assert (found.top[0].prompt_index, found.top[0].position) == places[worst]
+
+
+def test_the_noise_floor_is_where_nothing_differs(probed):
+    report = probed.report
+    assert report.equal_precision.precision == "float32/float32/float32"
+    assert report.equal_precision.mismatch.ess > 0.9999
+    assert report.equal_precision.mismatch.kl < 1e-6
+    assert report.batch_shape.ess > 0.9999
+    assert report.batch_shape.num_tokens == report.equal_precision.mismatch.num_tokens
+    assert report.batch_shape.kl is None
+    assert cell(report, "float32", 1.0).mismatch == report.equal_precision.mismatch
+
+
+def test_every_difference_costs_ess(probed):
+    ess = {key: cell(probed.report, *key).mismatch.ess for key in (
+        ("float32", 1.0), ("float32", 0.5), ("fp8_e4m3", 1.0), ("float32", 1.0, 3), ("fp8_e4m3", 1.0, 3),
+    )}  # fmt: skip
+    assert ess["float32", 1.0] > ess["fp8_e4m3", 1.0] > ess["float32", 0.5]
+    assert ess["float32", 1.0] > ess["float32", 1.0, 3]
+    assert len(probed.report.cells) == 8 == len(probed.asked) - 1
+
+
+def test_large_weights_give_no_nan_in_fp8(probed):
+    """Weights up to 1e4 in every layer, keys, values and activations far beyond 448: all are scaled."""
+
+    def enlarge(path, leaf):
+        return leaf / jnp.abs(leaf).max() * 1e4 if leaf.ndim > 1 and "layers" in jax.tree_util.keystr(path) else leaf
+
+    params = jax.tree_util.tree_map_with_path(enlarge, probed.params)
+    report = probed.prober.run(PROMPTS, params)
+    for found in report.cells:
+        assert found.mismatch.nonfinite == 0
+        assert np.isfinite(dataclasses.astuple(found.mismatch)).all()
+    assert cell(report, "fp8_e4m3", 1.0).mismatch.ess < cell(report, "float32", 1.0).mismatch.ess
+
+
+@pytest.mark.long
+def test_the_ladder_of_the_quickstart_is_in_order():
+    """Its policy after the warm start: the coarser a format, and the more of the model is in it, the lower the ESS."""
+    config = quickstart.p3o()
+    trainer = Trainer(config, jax.devices()[:1])
+    params = trainer.start().state.params
+    ladder = (
+        "float32",
+        "bfloat16",
+        "int8/int8/int8",
+        "fp8_e4m3",
+        "fp8_e4m3/fp8_e4m3/fp8_e4m3",
+        "fp8_e5m2/fp8_e5m2/fp8_e5m2",
+    )
+    tokenizer = config.task.tokenizer
+    prompts = [(prompt.index, tokenizer.encode(prompt.text)) for prompt in trainer.evaluation_set[:128]]
+    limits = SamplingLimits(config.task.max_prompt_tokens, config.task.max_response_tokens, tokenizer.eos_ids)
+    settings = Settings(tuple(map(parse, ladder)), samples_per_prompt=8, prompts_per_batch=128)
+    report = Prober(config.model, tokenizer, limits, trainer.mesh, settings).run(prompts, params)
+    ess = [cell.mismatch.ess for cell in report.cells]
+    assert ess == sorted(ess, reverse=True), dict(zip(ladder, ess, strict=True))
+    divergences = [cell.mismatch.kl for cell in report.cells]
+    assert divergences == sorted(divergences), dict(zip(ladder, divergences, strict=True))
+    assert ess[0] > 0.9999 > ess[2] > 0.99
+    assert ess[1] > 0.999
+
+
+def test_a_report_as_text_json_and_picture(probed, tmp_path):
+    lines = probe_report.table(probed.report).splitlines()
+    assert len(lines) == 3 + 8
+    assert len({len(line) for line in lines}) == 1
+    data = json.loads(probe_report.to_json(probed.report, {"model": "m"}))
+    assert data["cells"][0]["mismatch"]["ess"] == probed.report.cells[0].mismatch.ess
+    assert "rounding" in data["cells"][0]["meaning"]
+    assert any("Noise floor" in line for line in probe_report.explanation(probed.report))
+    worst = cell(probed.report, "float32", 0.5)
+    assert len(list(probe_report.offenders(worst))) == 3
+    path = tmp_path / "probe.png"
+    probe_report.heat_map(probed.report, path, "ESS")
+    assert path.read_bytes().startswith(b"\x89PNG")
+    assert path.stat().st_size < 150_000
+
+
+FINE = Mismatch(
+    ess=0.99999, sequence_ess=0.9999, kl=1e-6, k3=1e-6, chi2=1e-5, log_ratio_abs_mean=1e-4, log_ratio_abs_max=1e-3,
+    outside_fraction=0.0, ratio_mean=1.0, nonfinite=0, num_tokens=10_000, num_rows=100,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "said", "unsaid"),
+    [
+        ({}, "rounding", "mean ratio"),
+        ({"ess": 0.997, "chi2": 0.003}, "slight: 0.3% of the batch", "clip"),
+        ({"ess": 0.95, "chi2": 0.05, "outside_fraction": 0.2}, "a clip of 0.2 takes 20%", "mean ratio"),
+        ({"ess": 0.95, "chi2": 0.05}, "P3O caps weights at 0.95", "whole responses"),
+        ({"ess": 0.7, "chi2": 0.4, "sequence_ess": 0.02}, "do not weigh whole responses", "mean ratio"),
+        ({"ess": 0.4, "chi2": 1.5}, "too far", "clip"),
+        # 0.02 off with a standard error of sqrt(0.05 / 10000) = 0.002
+        ({"ess": 0.95, "chi2": 1.02**2 * 1.05 - 1, "ratio_mean": 1.02}, "mean ratio 1.020, not 1", "clip"),
+        ({"nonfinite": 2, "ess": float("nan")}, "2 log-ratios are not finite", "rounding"),
+    ],
+)
+def test_words_follow_the_numbers(changes, said, unsaid):
+    words = probe_report.meaning(replace(FINE, **changes))
+    assert said in words
+    assert unsaid not in words
+
+
+def test_what_is_not_a_number_is_null_in_json():
+    broken = replace(FINE, ess=float("nan"), nonfinite=1)
+    floor = Cell("float32", 1.0, 0, FINE, ())
+    report = Report((Cell("int8", 1.0, 0, broken, ()),), FINE, floor, "float32/float32/float32", 1.0, "top_k")
+    data = json.loads(probe_report.to_json(report, {}))
+    assert data["cells"][0]["mismatch"]["ess"] is None
+    assert "nan" in probe_report.table(report)
+    assert "lower bound" in next(probe_report.explanation(report))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["random:quickstart", "--precisions", "int3"], "'int3': precision.weights must be one of"),
+        (["random:quickstart", "--precisions", "int4@48"], "precision.block_size=48 does not divide the 16 head_dim"),
+        (["random:quickstart", "--temperatures", "0"], "temperatures must be positive"),
+        (["random:quickstart", "--staleness", "2"], r"staleness \[2\] needs a run"),
+        (["random:nothing"], "no experiment 'nothing'"),
+        (["random:quickstart:ppo"], "unknown variant 'ppo'"),
+        (["no/such/run"], "no/such/run"),
+        (["random:quickstart", "--num-prompts", "0"], "num_prompts=0"),
+        (["random:quickstart", "--samples-per-prompt", "1"], "samples_per_prompt must be at least 2"),
+    ],
+)
+def test_mistakes_are_one_line_before_anything_compiles(arguments, message):
+    with pytest.raises((ValueError, OSError), match=message) as error:
+        command.run(arguments)
+    assert "\n" not in str(error.value)

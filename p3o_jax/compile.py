@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 
 from p3o_jax import hlo, sharding
 from p3o_jax.chips import CHIPS, Chip
@@ -56,7 +56,7 @@ def abstract_sampler_arguments(trainer: Trainer) -> tuple[tuple, dict[str, Any]]
     config = trainer.config
     longest = [0] * config.task.max_prompt_tokens
     request, truncation = trainer.sampler.requests([longest], [0], config.sampling)
-    requests = _rows(request, config.prompts_per_step, trainer)
+    requests = _rows(request, config.prompts_per_step, trainer.sampler_mesh)
     options = Options(config.samples_per_prompt, False, truncation, trainer.sampler_support)
     arguments = (trainer.sampler.abstract_weights(), requests, jax.eval_shape(trainer.key, 0))
     return arguments, {"options": options}
@@ -69,15 +69,15 @@ def abstract_batch(trainer: Trainer) -> Batch:
     rollout: Rollout = jax.eval_shape(lambda *arrays: trainer.sampler.sample(*arrays, **options), *arguments)
     one_row = jax.tree.map(lambda leaf: np.zeros((1, *leaf.shape[1:]), leaf.dtype), rollout)
     batch = make_batch(one_row, np.zeros(1, np.float32), learner_temperature=config.learner_temperature, step=0)
-    batch = _rows(batch, config.prompts_per_step // config.minibatches * config.samples_per_prompt, trainer)
+    batch = _rows(batch, config.prompts_per_step // config.minibatches * config.samples_per_prompt, trainer.mesh)
     if config.objective.snapshot == "rollout" or (config.objective.snapshot == "epoch" and config.minibatches > 1):
         snapshot = jax.eval_shape(learner.snapshot, learner.abstract_state().params, batch)
-        batch = _rows(snapshot, batch.mask.shape[0], trainer)
+        batch = _rows(snapshot, batch.mask.shape[0], trainer.mesh)
     return batch
 
 
-def _rows(tree: Any, count: int, trainer: Trainer) -> Any:
-    place = NamedSharding(trainer.mesh, sharding.batch_spec(trainer.mesh))
+def _rows(tree: Any, count: int, mesh: Mesh) -> Any:
+    place = NamedSharding(mesh, sharding.batch_spec(mesh))
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((count, *leaf.shape[1:]), leaf.dtype, sharding=place), tree)
 
 

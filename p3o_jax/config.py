@@ -53,7 +53,12 @@ class Config:
     optimizer: OptimizerConfig = OptimizerConfig()
     """Optimizer and learning-rate schedule."""
     mesh: MeshShape = MeshShape()
-    """How the devices share the work."""
+    """How the devices share the learner's work."""
+    sampler_mesh: MeshShape | None = None
+    """How the devices share the sampler's; None: as the learner's, or on devices of its own all along `data`. `tensor`
+    shares a model that is too large for one device or too slow on it; weights are whole along the other axes."""
+    sampler_devices: int = 0
+    """The last so many devices sample and do nothing else, the same number of every host; 0: all do both."""
 
     seed: int = 0
     """Everything random is a function of it."""
@@ -134,6 +139,7 @@ class Config:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         for name in (
             "staleness",
+            "sampler_devices",
             "evaluate_every",
             "keep_every",
             "write_rollouts_every",
@@ -206,13 +212,16 @@ def resolve(config: Config, stored: StoredModel | None) -> Config:
     return dataclasses.replace(config, model=adapted(read_config(stored.config, stored.path), config.model))
 
 
-def validate(config: Config, *, vocab_size: int, batch_shards: int, num_processes: int) -> None:
+def validate(
+    config: Config, *, vocab_size: int, batch_shards: int, num_processes: int, sampler_shards: int | None = None
+) -> None:
     """Checks what depends on the devices and on the task, before anything compiles.
 
     Args:
         vocab_size: entries of the embedding.
         batch_shards: devices that the rows of a batch are spread over.
         num_processes: hosts.
+        sampler_shards: the same as `batch_shards` for the sampler, where it has its own mesh.
 
     Raises:
         ValueError: what does not fit, and what to change.
@@ -229,10 +238,11 @@ def validate(config: Config, *, vocab_size: int, batch_shards: int, num_processe
             f"a minibatch of {prompts} prompts x samples_per_prompt={c.samples_per_prompt} = {rows} rows does not "
             f"divide over {batch_shards} devices x micro_batches={c.micro_batches}"
         )
-    if c.prompts_per_step % batch_shards:
-        raise ValueError(f"prompts_per_step={c.prompts_per_step} does not divide over {batch_shards} devices")
-    if c.sampler_slots is not None and c.sampler_slots % batch_shards:
-        raise ValueError(f"sampler_slots={c.sampler_slots} does not divide over {batch_shards} devices")
+    sampler_shards = sampler_shards or batch_shards
+    if c.prompts_per_step % sampler_shards:
+        raise ValueError(f"prompts_per_step={c.prompts_per_step} does not divide over {sampler_shards} devices")
+    if c.sampler_slots is not None and c.sampler_slots % sampler_shards:
+        raise ValueError(f"sampler_slots={c.sampler_slots} does not divide over {sampler_shards} devices")
     if c.warm_start is not None and c.warm_start.rows_per_step % batch_shards:
         raise ValueError(
             f"warm_start.rows_per_step={c.warm_start.rows_per_step} does not divide over {batch_shards} devices"

@@ -89,6 +89,27 @@ def make_mesh(shape: MeshShape = MeshShape(), devices: Sequence[jax.Device] | No
     return Mesh(grid, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
 
 
+def split_devices(devices: Sequence[jax.Device], num_last: int) -> tuple[list[jax.Device], list[jax.Device]]:
+    """The devices, and the last `num_last` of them apart, as many of every host; with 0 both have all.
+
+    Raises:
+        ValueError: the hosts cannot give as many each and keep some.
+    """
+    if num_last == 0:
+        return list(devices), list(devices)
+    by_host: dict[int, list[jax.Device]] = {}
+    for device in devices:
+        by_host.setdefault(device.process_index, []).append(device)
+    of_host, rest = divmod(num_last, len(by_host))
+    if rest or of_host >= min(map(len, by_host.values())):
+        raise ValueError(
+            f"sampler_devices={num_last}: each of the {len(by_host)} hosts must give as many, and keep some of its "
+            f"{len(devices) // len(by_host)} for the learner"
+        )
+    apart = {device for of_one in by_host.values() for device in of_one[-of_host:]}
+    return [d for d in devices if d not in apart], [d for d in devices if d in apart]
+
+
 def platform() -> str:
     """What the program being traced will run on, "cpu", "gpu" or "tpu": the mesh's devices, which may be described
     rather than present, or else this machine's."""

@@ -66,7 +66,7 @@ def train(
         trainer.scorer,
     ):
         if trainer.is_main:
-            for line in describe(config.precision, trainer.mesh.devices.flat[0].device_kind):
+            for line in describe(config.precision, trainer.sampler_mesh.devices.flat[0].device_kind):
                 print(f"sampler: {line}", flush=True)
         made, state, ring, loop = (life.restore() if resume else None) or life.start()
         with fail_together():

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from p3o_jax import metrics as metrics_lib
 from p3o_jax import sharding
@@ -30,6 +31,7 @@ from p3o_jax.prompts import evaluation_prompts
 from p3o_jax.rollouts import PolicyRing, local_prompts, minibatches
 from p3o_jax.sampler import Sampler, SamplingLimits
 from p3o_jax.scoring import Scorer, Scores, agreed, score_metrics
+from p3o_jax.sharding import MeshShape
 from p3o_jax.stopwatch import speed
 from p3o_jax.tasks.base import Prompt
 from p3o_jax.types import Batch, Rollout
@@ -61,13 +63,14 @@ class Trainer:
         self.tokenizer: Tokenizer = self.task.tokenizer
         if self._stored is not None:
             self.tokenizer = config.pretrained.tokenizer(self._stored)
-        self.mesh = sharding.make_mesh(config.mesh, devices)
+        self.mesh, self.sampler_mesh = _meshes(config, devices)
         self.part, self.num_parts = row_part(self.mesh)
         validate(
             config,
             vocab_size=self.tokenizer.vocab_size,
             batch_shards=sharding.num_batch_shards(self.mesh),
             num_processes=self.num_parts,
+            sampler_shards=sharding.num_batch_shards(self.sampler_mesh),
         )
         self.is_main = jax.process_index() == 0
         self.evaluation_set = evaluation_prompts(self.task, config.evaluation_prompts)
@@ -82,7 +85,9 @@ class Trainer:
         limits = SamplingLimits(
             self.task.max_prompt_tokens, self.task.max_response_tokens, tokenizer.eos_ids, slots=config.sampler_slots
         )
-        self.sampler = Sampler(config.model, tokenizer.vocab_size, limits, config.precision, self.mesh)
+        self.sampler = Sampler(
+            config.model, tokenizer.vocab_size, limits, config.precision, self.sampler_mesh, self.mesh
+        )
         self.learner = Learner(
             config.model,
             tokenizer.vocab_size,
@@ -299,6 +304,30 @@ class Trainer:
         prefix = f"eval/{self.task.name}"
         names = {"pass_at_1": "pass@1"}
         return {f"{prefix}/{names.get(name, name)}": value for name, value in result._asdict().items()}
+
+
+def _meshes(config: Config, devices: Sequence[jax.Device] | None) -> tuple[Mesh, Mesh]:
+    """The learner's mesh and the sampler's.
+
+    Raises:
+        ValueError: a shape does not fit its devices, or hosts feed the two with different rows.
+    """
+    of_learner, of_sampler = sharding.split_devices(
+        jax.devices() if devices is None else devices, config.sampler_devices
+    )
+    mesh = sharding.make_mesh(config.mesh, of_learner)
+    if config.sampler_mesh is None and not config.sampler_devices:
+        return mesh, mesh
+    try:
+        sampler_mesh = sharding.make_mesh(config.sampler_mesh or MeshShape(), of_sampler)
+    except ValueError as error:
+        raise ValueError(f"sampler_{error}") from error
+    if row_part(mesh) != row_part(sampler_mesh):
+        raise ValueError(
+            f"sampler_mesh: its rows are in {row_part(sampler_mesh)[1]} parts over hosts, the learner's in "
+            f"{row_part(mesh)[1]}; choose tensor sizes that cut across hosts alike"
+        )
+    return mesh, sampler_mesh
 
 
 # What a random key is for; folded into the seed.

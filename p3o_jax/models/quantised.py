@@ -94,18 +94,18 @@ def quantise_weights(weights: nnx.State, precision: Precision) -> nnx.State:
     return _map(prepare, weights)
 
 
-def quantised_specs(abstract: nnx.State, specs: nnx.State) -> nnx.State:
-    """The partition of what `quantise_weights` gives, whose shapes are given, from that of the plain weights."""
+def quantised_specs(abstract: nnx.State, specs: nnx.State, mesh: Mesh) -> nnx.State:
+    """The partition of what `quantise_weights` gives, whose shapes are given, from that of the plain weights. Scales
+    that do not divide as their weight does are whole on every device."""
 
     def spec_of(path: Any, param: nnx.Variable, spec: nnx.Variable) -> nnx.Variable:
         value, spec = param.get_value(), spec.get_value()
         if not isinstance(value, qwix.QArray):
             return param.replace(spec)
         axes = tuple(spec) + (None,) * (value.ndim - len(spec))
-        of_scale = PartitionSpec(
-            *(axis if size > 1 else None for axis, size in zip(axes, value.scale.shape, strict=True))
-        )
-        return param.replace(qwix.QArray(spec, of_scale, qtype=value.qtype))
+        shared = zip(axes, value.scale.shape, strict=True)
+        of_scale = [axis if axis and size % mesh.shape[axis] == 0 else None for axis, size in shared]
+        return param.replace(qwix.QArray(spec, PartitionSpec(*of_scale), qtype=value.qtype))
 
     return _map(spec_of, abstract, specs)
 

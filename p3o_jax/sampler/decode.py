@@ -57,7 +57,13 @@ class Sampler:
     """Samples responses from weights that `synchronise` prepared."""
 
     def __init__(
-        self, config: TransformerConfig, vocab_size: int, limits: SamplingLimits, precision: Precision, mesh: Mesh
+        self,
+        config: TransformerConfig,
+        vocab_size: int,
+        limits: SamplingLimits,
+        precision: Precision,
+        mesh: Mesh,
+        learner_mesh: Mesh | None = None,
     ):
         """
         Raises:
@@ -78,7 +84,7 @@ class Sampler:
         if outside:
             raise ValueError(f"sampler: stop ids {outside} are outside the vocabulary of {vocab_size} tokens")
         self.limits, self.precision, self.mesh = limits, precision, mesh
-        self._format = WeightFormat(config, vocab_size, precision, mesh)
+        self._format = WeightFormat(config, vocab_size, precision, mesh, learner_mesh)
         self._loop_limits = loop.Limits(
             limits.eos_ids,
             limits.stop_ids,

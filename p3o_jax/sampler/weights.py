@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,37 +28,63 @@ class Weights(NamedTuple):
 class WeightFormat:
     """How the learner's parameters become the sampler's weights, and what those look like."""
 
-    def __init__(self, config: TransformerConfig, vocab_size: int, precision: Precision, mesh: Mesh):
+    def __init__(
+        self,
+        config: TransformerConfig,
+        vocab_size: int,
+        precision: Precision,
+        mesh: Mesh,
+        learner_mesh: Mesh | None = None,
+    ):
         """
+        Args:
+            config: of the learner's model.
+            vocab_size: tokens.
+            precision: the format.
+            mesh: the sampler's.
+            learner_mesh: where the parameters are; None: on the sampler's mesh.
+
         Raises:
             ValueError: weights or their blocks of scales do not divide over the mesh.
         """
-        self._precision, self._lora, self._mesh = precision, config.lora, mesh
+        learner_mesh = mesh if learner_mesh is None else learner_mesh
         plain = dataclasses.replace(config, dtype=precision.compute, lora=None)
         self.graphdef, abstract = abstract_model(plain, vocab_size, precision.activations)
         specs = weight_specs(abstract, mesh, sharding.SAMPLER_RULES)
         check_blocks(precision, abstract, specs, mesh)
         self._abstract = jax.eval_shape(lambda params: quantise_weights(params, precision), abstract)
-        self.specs = quantised_specs(self._abstract, specs)
+        self.specs = quantised_specs(self._abstract, specs, mesh)
         """The partition of `Weights.params`, a tree like it."""
-        self._synchronise = jax.jit(
-            lambda params, version: Weights(quantise_weights(merged(params, self._lora), precision), version),
-            out_shardings=Weights(self._shardings(self.specs), NamedSharding(mesh, PartitionSpec())),
-        )
+        of_learner = weight_specs(abstract, learner_mesh, sharding.LEARNER_RULES)
+        stays = _placed(quantised_specs(self._abstract, of_learner, learner_mesh), learner_mesh)
+        self._place = _placed(self.specs, mesh)
 
-    def _shardings(self, specs: nnx.State) -> Any:
-        return jax.tree.map(lambda spec: NamedSharding(self._mesh, spec), specs)
+        def quantise(params: nnx.State, version: Array) -> Weights:
+            weights = quantise_weights(merged(params, config.lora), precision)
+            # Still sharded as the learner's, so that the narrow numbers travel, not the wide ones.
+            return Weights(jax.lax.with_sharding_constraint(weights, stays.params), version)
+
+        self._same_devices = list(mesh.devices.flat) == list(learner_mesh.devices.flat)
+        self.quantise = jax.jit(quantise, out_shardings=self._place if self._same_devices else stays)
+        """(params, version) -> weights, on the sampler's mesh if it has the learner's devices, else where they were."""
 
     def synchronise(self, params: nnx.State, version: int) -> Weights:
-        """Learner parameters -> the sampler's weights, in one compiled call."""
-        return self._synchronise(params, jnp.int32(version))
+        """Learner parameters -> the sampler's weights: one compiled call, and one transfer if the sampler has devices
+        of its own."""
+        weights = self.quantise(params, jnp.int32(version))
+        return weights if self._same_devices else jax.device_put(weights, self._place)
 
     def abstract(self) -> Weights:
         """Shapes, dtypes and shardings of what `synchronise` returns, for restoring a checkpoint."""
+        shapes = Weights(self._abstract, jax.ShapeDtypeStruct((), jnp.int32))
 
         def described(leaf: jax.ShapeDtypeStruct, place: NamedSharding) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
 
-        whole = NamedSharding(self._mesh, PartitionSpec())
-        params = jax.tree.map(described, self._abstract, self._shardings(self.specs))
-        return Weights(params, jax.ShapeDtypeStruct((), jnp.int32, sharding=whole))
+        return jax.tree.map(described, shapes, self._place)
+
+
+def _placed(specs: nnx.State, mesh: Mesh) -> Weights:
+    """Shardings of weights with this partition."""
+    whole = NamedSharding(mesh, PartitionSpec())
+    return Weights(jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs), whole)

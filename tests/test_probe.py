@@ -131,7 +131,7 @@ def test_large_weights_give_no_nan_in_fp8(probed):
     """Weights up to 1e4 in every layer, keys, values and activations far beyond 448: all are scaled."""
 
     def enlarge(path, leaf):
-        return leaf / jnp.abs(leaf).max() * 1e4 if leaf.ndim > 1 and "layers" in jax.tree_util.keystr(path) else leaf
+        return leaf / jnp.abs(leaf).max() * 1e4 if "layers" in jax.tree_util.keystr(path) and leaf.ndim > 2 else leaf
 
     params = jax.tree_util.tree_map_with_path(enlarge, probed.params)
     report = probed.prober.run(PROMPTS, params)

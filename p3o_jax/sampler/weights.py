@@ -55,14 +55,21 @@ class WeightFormat:
         self._abstract = jax.eval_shape(lambda params: quantise_weights(params, precision), abstract)
         self.specs = quantised_specs(self._abstract, specs, mesh)
         """The partition of `Weights.params`, a tree like it."""
-        of_learner = weight_specs(abstract, learner_mesh, sharding.LEARNER_RULES)
-        stays = _placed(quantised_specs(self._abstract, of_learner, learner_mesh), learner_mesh)
+        stays, whole = (
+            _placed(
+                quantised_specs(self._abstract, weight_specs(abstract, learner_mesh, rules), learner_mesh), learner_mesh
+            )
+            for rules in (sharding.LEARNER_RULES, sharding.SAMPLER_RULES)
+        )
         self._place = _placed(self.specs, mesh)
 
         def quantise(params: nnx.State, version: Array) -> Weights:
             weights = quantise_weights(merged(params, config.lora), precision)
-            # Still sharded as the learner's, so that the narrow numbers travel, not the wide ones.
-            return Weights(jax.lax.with_sharding_constraint(weights, stays.params), version)
+            # Sharded as the learner's until they are narrow, and only then gathered over `fsdp`.
+            weights = jax.lax.with_sharding_constraint(weights, stays.params)
+            if self._same_devices:
+                weights = jax.lax.with_sharding_constraint(weights, whole.params)
+            return Weights(weights, version)
 
         self._same_devices = list(mesh.devices.flat) == list(learner_mesh.devices.flat)
         self.quantise = jax.jit(quantise, out_shardings=self._place if self._same_devices else stays)

@@ -28,7 +28,7 @@ from p3o_jax.objectives import P3OSnapshot, kl
 from p3o_jax.optimizer import OptimizerConfig
 from p3o_jax.precision import Precision
 from p3o_jax.rollouts import make_batch
-from p3o_jax.sampler import Sampler, SamplingLimits, Weights
+from p3o_jax.sampler import Sampler, Sampling, SamplingLimits, Weights
 from p3o_jax.types import Batch, Rollout
 
 EXACT_VOCABULARY = 8192
@@ -228,7 +228,7 @@ class Prober:
             [index for index, _ in prompts],
             key=jax.random.key(self._settings.seed),
             num_samples=self._settings.samples_per_prompt,
-            temperature=temperature,
+            sampling=Sampling(temperature),
             support=self._support,
         )
         return sharding.to_local(rollout)

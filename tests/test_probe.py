@@ -20,7 +20,7 @@ from p3o_jax.models.tokenizer import CharTokenizer
 from p3o_jax.models.transformer import Transformer, TransformerConfig
 from p3o_jax.precision import Precision, parse
 from p3o_jax.probe import Cell, Mismatch, Prober, Report, Settings
-from p3o_jax.sampler import Sampler, SamplingLimits
+from p3o_jax.sampler import Sampler, Sampling, SamplingLimits
 from p3o_jax.sharding import make_mesh, to_local
 from p3o_jax.trainer import Trainer
 
@@ -60,7 +60,7 @@ def test_numbers_are_those_of_the_tokens_drawn(probed, temperature, staleness):
     weights = sampler.synchronise(probed.older if staleness else probed.params)
     log_ratio, divergence, of_row, places, tokens = [], [], [], [], []
     for part in (PROMPTS[:2], PROMPTS[2:]):
-        options = {"num_samples": 8, "temperature": temperature, "support": "exact"}
+        options = {"num_samples": 8, "sampling": Sampling(temperature), "support": "exact"}
         indices, prompts = zip(*part, strict=True)
         rollout = to_local(sampler(weights, prompts, indices, key=jax.random.key(0), **options))
         model = nnx.merge(nnx.split(nnx.eval_shape(lambda: Transformer(MODEL, 12, nnx.Rngs(0))))[0], probed.params)

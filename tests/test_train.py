@@ -19,6 +19,7 @@ from p3o_jax.optimizer import OptimizerConfig
 from p3o_jax.precision import Precision
 from p3o_jax.rewards import Function, Reward
 from p3o_jax.rewards.pool import Verifiers
+from p3o_jax.sharding import MeshShape
 from p3o_jax.tasks import SortDigits
 from p3o_jax.train import train
 from p3o_jax.types import Batch, Inputs
@@ -123,6 +124,18 @@ def test_one_device_and_eight_give_the_same_run(tmp_path):
         for tag in a:
             if tag.startswith(("loss/", "reward/", "eval/", "rollout/")) or tag == "policy/ess":
                 assert b[tag] == pytest.approx(a[tag], rel=1e-4, abs=1e-6), tag
+
+
+def test_a_sampler_with_devices_of_its_own_gives_the_same_run(tmp_path):
+    """Half of the devices learn, sharded by `fsdp`; the others sample, two to a row."""
+    one = replace(SMALL, num_steps=2, evaluate_every=0)
+    apart = replace(one, mesh=MeshShape(data=2, fsdp=2), sampler_devices=4, sampler_mesh=MeshShape(data=2, tensor=2))
+    run(tmp_path / "one", one)
+    run(tmp_path / "apart", apart, devices=jax.devices())
+    for step in (1, 2):
+        for a, b in zip(*(rollouts(tmp_path / name, step) for name in ("one", "apart")), strict=True):
+            assert a["token_ids"] == b["token_ids"]
+            np.testing.assert_allclose(a["behaviour_log_probs"], b["behaviour_log_probs"], atol=1e-5)
 
 
 def test_a_resumed_run_is_the_run(tmp_path):

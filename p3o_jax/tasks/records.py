@@ -1,0 +1,221 @@
+"""Rows of published data files, by position: JSON lines, JSON and Parquet.
+
+JSON lines are memory-mapped and parsed where they are used, so that a file may be larger than memory. Parquet is held
+as Arrow columns, which are about as large as its texts; of a file too large for that, `p3o convert` makes JSON lines.
+"""
+
+from __future__ import annotations
+
+import glob
+import json
+import mmap
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+_SCAN_BYTES = 2**24
+_SCAN_ROWS = 2**14
+
+
+class Records(Protocol):
+    """Rows by position; safe to call from several threads."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, row: int) -> dict[str, Any]: ...
+
+    def where(self, row: int) -> str:
+        """The file and line of a row, for messages."""
+
+    def scan(self, paths: Sequence[str]) -> Iterator[dict[str, Any]]:
+        """All rows in order, with at least the columns of these paths."""
+
+
+def open_records(path: str) -> list[Records]:
+    """The files of a path: one file, a pattern (`data/train-*.parquet`), or a directory of JSON files, one a row.
+
+    Raises:
+        FileNotFoundError: there are none.
+        ValueError: a file of another kind, a damaged one, or one without rows.
+    """
+    if Path(path).is_dir():
+        return [_JsonFiles(Path(path))]
+    names = sorted(glob.glob(path))
+    if not names:
+        raise FileNotFoundError(f"{path}: no such file")
+    return [_open(Path(name)) for name in names]
+
+
+def _open(path: Path) -> Records:
+    kinds: dict[str, Callable[[Path], Records]] = {".jsonl": _JsonLines, ".json": _JsonArray, ".parquet": _Parquet}
+    if path.suffix not in kinds:
+        raise ValueError(f"{path}: not one of {', '.join(kinds)}")
+    if path.stat().st_size == 0:
+        raise ValueError(f"{path} is empty")
+    records = kinds[path.suffix](path)
+    if not len(records):
+        raise ValueError(f"{path} has no rows")
+    return records
+
+
+def column(record: dict[str, Any], path: str, where: str) -> Any:
+    """A value by the path to it: `answer`, or within a column `reward_model.ground_truth`, `prompt.0.content`.
+
+    Raises:
+        ValueError: there is none, with what there is.
+    """
+    value: Any = record
+    for depth, key in enumerate(path.split(".")):
+        if isinstance(value, dict) and key in value:
+            value = value[key]
+        elif isinstance(value, list) and key.isdecimal() and int(key) < len(value):
+            value = value[int(key)]
+        else:
+            within = ".".join(path.split(".")[:depth])
+            there = ", ".join(value) if isinstance(value, dict) else f"a {type(value).__name__}"
+            raise ValueError(f"{where}: no column {path!r}; {f'{within} has' if within else 'there are'} {there}")
+    return value
+
+
+def text_of(value: Any, path: str, where: str) -> str:
+    """A value as text: a number as it is written, 142.0 as 142.
+
+    Raises:
+        ValueError: it is neither text nor a number, or empty.
+    """
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if not isinstance(value, str | int | float) or isinstance(value, bool):
+        kind = "nothing" if value is None else f"a {type(value).__name__}"
+        raise ValueError(f"{where}: column {path!r} holds {kind}, not text or a number: choose another column")
+    text = str(value)
+    if not text.strip():
+        raise ValueError(f"{where}: column {path!r} is empty")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{where}: column {path!r} is no valid Unicode: {error.reason}") from error
+    return text
+
+
+class _ReadByRow:
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+    def __getitem__(self, row: int) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def scan(self, paths: Sequence[str]) -> Iterator[dict[str, Any]]:
+        return (self[row] for row in range(len(self)))
+
+
+class _JsonLines(_ReadByRow):
+    def __init__(self, path: Path):
+        self._path = path
+        with open(path, "rb") as file:
+            self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        ends = [*self._line_ends(), len(self._data)]
+        starts = [0, *(end + 1 for end in ends[:-1])]
+        lines = np.asarray([starts, ends], np.int64).T
+        filled = [i for i, (start, end) in enumerate(lines) if self._data[start:end].strip()]
+        self._lines, self._numbers = lines[filled], np.asarray(filled, np.int64) + 1
+
+    def _line_ends(self) -> Iterator[int]:
+        for start in range(0, len(self._data), _SCAN_BYTES):
+            chunk = np.frombuffer(self._data[start : start + _SCAN_BYTES], np.uint8)
+            yield from (np.flatnonzero(chunk == ord("\n")) + start).tolist()
+
+    def __len__(self) -> int:
+        return len(self._lines)
+
+    def __getitem__(self, row: int) -> dict[str, Any]:
+        start, end = self._lines[row]
+        return _object(self._data[start:end], self.where(row))
+
+    def where(self, row: int) -> str:
+        return f"{self._path}:{self._numbers[row]}"
+
+
+class _JsonArray(_ReadByRow):
+    def __init__(self, path: Path):
+        self._path = path
+        try:
+            self._rows = json.loads(path.read_bytes())
+        except ValueError as error:
+            raise ValueError(f"{path} is not valid JSON: {error} (one object a line is .jsonl)") from error
+        if not isinstance(self._rows, list):
+            raise ValueError(f"{path} is not an array of rows")
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, row: int) -> dict[str, Any]:
+        if not isinstance(self._rows[row], dict):
+            raise ValueError(f"{self.where(row)}: not an object")
+        return self._rows[row]
+
+    def where(self, row: int) -> str:
+        return f"{self._path}, entry {row + 1}"
+
+
+class _JsonFiles(_ReadByRow):
+    def __init__(self, path: Path):
+        self._paths = sorted(path.rglob("*.json"))
+        if not self._paths:
+            raise FileNotFoundError(f"{path}: no .json files in it")
+
+    def __len__(self) -> int:
+        return len(self._paths)
+
+    def __getitem__(self, row: int) -> dict[str, Any]:
+        return _object(self._paths[row].read_bytes(), self.where(row))
+
+    def where(self, row: int) -> str:
+        return str(self._paths[row])
+
+
+class _Parquet:
+    def __init__(self, path: Path):
+        self._path = path
+        try:
+            import pyarrow
+            import pyarrow.parquet
+        except ImportError as error:
+            raise ImportError(f"{path}: Parquet files need: pip install 'p3o_jax[tasks]'") from error
+        try:
+            self._table = pyarrow.parquet.read_table(path, memory_map=True).combine_chunks()
+        except (pyarrow.ArrowException, OSError) as error:
+            raise ValueError(f"{path} is not a readable Parquet file: {error}") from error
+
+    def __len__(self) -> int:
+        return self._table.num_rows
+
+    @cached_property
+    def _columns(self) -> dict[str, Any]:
+        return dict(zip(self._table.column_names, self._table.columns, strict=True))
+
+    def __getitem__(self, row: int) -> dict[str, Any]:
+        return {name: values[row].as_py() for name, values in self._columns.items()}
+
+    def where(self, row: int) -> str:
+        return f"{self._path}, row {row + 1}"
+
+    def scan(self, paths: Sequence[str]) -> Iterator[dict[str, Any]]:
+        wanted = {path.partition(".")[0] for path in paths}
+        if not wanted <= self._columns.keys():
+            yield self[0]  # which says what is missing, and what there is
+        for batch in self._table.select(sorted(wanted)).to_batches(max_chunksize=_SCAN_ROWS):
+            yield from batch.to_pylist()
+
+
+def _object(text: bytes, where: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"{where}: not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{where}: not a JSON object")
+    return value

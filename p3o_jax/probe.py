@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
@@ -80,6 +81,7 @@ class Mismatch:
     """What is said of one set of tokens; means are over tokens."""
 
     ess: float
+    ess_error: float  # its standard error, over prompts
     sequence_ess: float  # of ratios of whole responses: 1 / rows already where the tokens' is near 1
     kl: float | None  # KL(pi, mu) of the distributions, exact or of their top tokens; None: not looked at
     k3: float
@@ -146,7 +148,7 @@ class Prober:
             support_tokens=SUPPORT_TOKENS,
         )
         self._samplers: dict[Precision, Sampler] = {}
-        self._statistics = jax.jit(_statistics)
+        self._statistics = jax.jit(_statistics, static_argnames="num_groups")
         self._divergence = jax.jit(lambda learner, sampler: kl.distribution(self.kl, learner, sampler))
 
     def run(
@@ -204,7 +206,8 @@ class Prober:
         weights: Weights,
         params: nnx.State,
         prompts: Sequence[tuple[int, Sequence[int]]],
-    ) -> tuple[Cell, list[Batch]]:
+    ) -> tuple[Cell, list[tuple[Batch, Any]]]:
+        """A cell, and its batches with the prompt of each row."""
         batches, rollouts, of_learner, divergences = [], [], [], []
         for part in _parts(prompts, self._settings.prompts_per_batch):
             rollout = self._draw(precision, weights, temperature, part)
@@ -217,9 +220,11 @@ class Prober:
             batches.append(batch._replace(support=None))
         mask, behaviour = (_stack([getattr(b, name) for b in batches]) for name in ("mask", "behaviour_log_probs"))
         log_probs, divergence = _stack(of_learner), _stack(divergences)
-        found = self._mismatch(log_probs, behaviour, divergence, mask)
+        group = np.concatenate([rollout.group for rollout in rollouts])
+        found = self._mismatch(log_probs, behaviour, divergence, mask, group)
         top = tuple(self._top(rollouts, of_learner, batches))
-        return Cell(str(precision), temperature, staleness, found, top), batches
+        drawn = [(batch, rollout.group) for batch, rollout in zip(batches, rollouts, strict=True)]
+        return Cell(str(precision), temperature, staleness, found, top), drawn
 
     def _draw(self, precision: Precision, weights: Weights, temperature: float, prompts: Sequence) -> Rollout:
         rollout = self._sampler(precision)(
@@ -237,11 +242,11 @@ class Prober:
         no_advantages = np.zeros(len(rollout.tokens), np.float32)
         return make_batch(rollout, no_advantages, learner_temperature=self._settings.learner_temperature, step=0)
 
-    def _batch_shape(self, params: nnx.State, batches: list[Batch]) -> Mismatch:
+    def _batch_shape(self, params: nnx.State, drawn: Sequence[tuple[Batch, Any]]) -> Mismatch:
         """The learner's forward pass of the same rows, at once and in two halves with a column more of padding."""
-        whole, halves, masks = [], [], []
+        whole, halves, masks, groups = [], [], [], []
         shards = sharding.num_batch_shards(self._mesh)
-        for batch in batches:
+        for batch, group in drawn:
             rows = len(batch.mask) // 2 // shards * shards
 
             def part(start: int, batch: Batch = batch, rows: int = rows) -> Batch:
@@ -255,12 +260,20 @@ class Prober:
             whole.append(log_probs[0][: 2 * rows])
             halves.append(np.concatenate(log_probs[1:])[:, :-1])
             masks.append(batch.mask[: 2 * rows])
-        return self._mismatch(_stack(whole), _stack(halves), None, _stack(masks))
+            groups.append(group[: 2 * rows])
+        return self._mismatch(_stack(whole), _stack(halves), None, _stack(masks), np.concatenate(groups))
 
     def _mismatch(
-        self, log_probs: np.ndarray, behaviour: np.ndarray, divergence: np.ndarray | None, mask: np.ndarray
+        self,
+        log_probs: np.ndarray,
+        behaviour: np.ndarray,
+        divergence: np.ndarray | None,
+        mask: np.ndarray,
+        group: np.ndarray,
     ) -> Mismatch:
-        found = jax.device_get(self._statistics(log_probs, behaviour, divergence, mask))
+        names, prompt = np.unique(group, return_inverse=True)
+        arrays = (log_probs, behaviour, divergence, mask, prompt.astype(np.int32))
+        found = jax.device_get(self._statistics(*arrays, num_groups=len(names)))
         return Mismatch(
             **({"kl": None} | {name: float(value) for name, value in found.items() if name != "nonfinite"}),
             nonfinite=int(found["nonfinite"]),
@@ -292,8 +305,10 @@ class Prober:
             )
 
 
-def _statistics(log_probs: Any, behaviour: Any, divergence: Any, mask: Any) -> dict[str, Any]:
-    """The fields of a `Mismatch` that are taken over tokens."""
+def _statistics(
+    log_probs: Any, behaviour: Any, divergence: Any, mask: Any, prompt: Any, *, num_groups: int
+) -> dict[str, Any]:
+    """The fields of a `Mismatch` that are taken over tokens [B, T]; `prompt` [B] is that of a row."""
     log_ratio = stats.log_ratio(log_probs, behaviour, mask)
     found = stats.ratio_metrics(log_ratio, mask)
     tags = {
@@ -310,7 +325,8 @@ def _statistics(log_probs: Any, behaviour: Any, divergence: Any, mask: Any) -> d
     wanted["sequence_ess"] = stats.sequence_moments(log_ratio, mask)
     if divergence is not None:
         wanted["kl"] = stats.token_mean(divergence, mask)
-    return metrics.values(wanted)
+    by_prompt = stats.RatioMoments.of(log_ratio, mask, jnp.broadcast_to(prompt[:, None], mask.shape), num_groups)
+    return metrics.values(wanted) | {"ess_error": stats.ess_standard_error(by_prompt)}
 
 
 def _parts(prompts: Sequence, size: int) -> list[Sequence]:

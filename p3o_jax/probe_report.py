@@ -22,6 +22,7 @@ _COLUMNS = (
     ("T", "g"),
     ("lag", "d"),
     ("ESS", ".5f"),
+    ("+-", ".1e"),
     ("seq. ESS", ".3f"),
     ("KL", ".1e"),
     ("k3", ".1e"),
@@ -57,6 +58,7 @@ def table(report: Report) -> str:
 def _numbers(found: Mismatch) -> tuple[float | None, ...]:
     return (
         found.ess,
+        found.ess_error,
         found.sequence_ess,
         found.kl,
         found.k3,
@@ -75,10 +77,10 @@ def meaning(found: Mismatch) -> str:
     if ess >= NONE:
         words = "rounding; as good as on-policy"
     elif ess >= SLIGHT:
-        words = f"slight: {lost:.1%} of the batch is lost to uneven weights, and P3O's KL weighs {lost:.1g}"
+        words = f"slight: {lost:.2%} of the batch is lost to uneven weights, and P3O's KL weighs {lost:.1g}"
     elif ess >= MARKED:
         words = (
-            f"marked: {lost:.0%} of the batch is lost, and P3O caps weights at {ess:.2f}; train on the sampler's own "
+            f"marked: {lost:.1%} of the batch is lost, and P3O caps weights at {ess:.3f}; train on the sampler's own "
             "log-probs, never on recomputed ones"
         )
     elif ess >= HEAVY:
@@ -169,7 +171,7 @@ def heat_map(report: Report, path: Path, title: str) -> None:
             axis.text(column, row, _short(value), ha="center", va="center", fontsize=8, color=colour)
         axis.set_xticks(range(len(temperatures)), [f"T={t:g}" for t in temperatures])
         axis.set_yticks(range(len(precisions)), precisions)
-        axis.set_title("same weights" if lag == 0 else f"{lag} steps old", fontsize=9)
+        axis.set_title("same weights" if lag == 0 else f"{lag} step{'s' * (lag > 1)} old", fontsize=9)
     figure.colorbar(image, ax=axes, label="log10(1 - ESS)", shrink=0.9)
     figure.suptitle(title, fontsize=10)
     figure.savefig(path, dpi=150)
@@ -181,4 +183,4 @@ def _short(ess: float) -> str:
     if not math.isfinite(ess):
         return "nan"
     digits = 3 if ess < 0.995 else min(6, 1 + math.ceil(-math.log10(max(1.0 - ess, 1e-6))))
-    return f"{ess:.{digits}f}".replace("0.", ".", 1) if ess < 1 else "1"
+    return f"{ess:.{digits}f}".replace("0.", ".", 1) if ess < 1 - 1e-6 else "1"

@@ -80,8 +80,11 @@ def test_numbers_are_those_of_the_tokens_drawn(probed, temperature, staleness):
     ratio = np.exp(log_ratio)
     sequences = np.exp([log_ratio[[r == row for r in of_row]].sum() for row in dict.fromkeys(of_row)])
     found = cell(probed.report, "float32", temperature, staleness)
+    prompt = np.array([place[0] for place in places])
+    without = [ratio[prompt != index].mean() ** 2 / (ratio[prompt != index] ** 2).mean() for index, _ in PROMPTS]
     expected = {
         "ess": ratio.mean() ** 2 / (ratio**2).mean(),
+        "ess_error": np.sqrt(2 / 3 * ((np.array(without) - np.mean(without)) ** 2).sum()),
         "sequence_ess": sequences.mean() ** 2 / (sequences**2).mean(),
         "kl": np.mean(divergence),
         "k3": (log_ratio + 1 / ratio - 1).mean(),
@@ -185,8 +188,8 @@ def test_a_report_as_text_json_and_picture(probed, tmp_path):
 
 
 FINE = Mismatch(
-    ess=0.99999, sequence_ess=0.9999, kl=1e-6, k3=1e-6, chi2=1e-5, log_ratio_abs_mean=1e-4, log_ratio_abs_max=1e-3,
-    outside_fraction=0.0, ratio_mean=1.0, nonfinite=0, num_tokens=10_000, num_rows=100,
+    ess=0.99999, ess_error=1e-6, sequence_ess=0.9999, kl=1e-6, k3=1e-6, chi2=1e-5, log_ratio_abs_mean=1e-4,
+    log_ratio_abs_max=1e-3, outside_fraction=0.0, ratio_mean=1.0, nonfinite=0, num_tokens=10_000, num_rows=100,
 )  # fmt: skip
 
 
@@ -194,9 +197,9 @@ FINE = Mismatch(
     ("changes", "said", "unsaid"),
     [
         ({}, "rounding", "mean ratio"),
-        ({"ess": 0.997, "chi2": 0.003}, "slight: 0.3% of the batch", "clip"),
+        ({"ess": 0.997, "chi2": 0.003}, "slight: 0.30% of the batch", "clip"),
         ({"ess": 0.95, "chi2": 0.05, "outside_fraction": 0.2}, "a clip of 0.2 takes 20%", "mean ratio"),
-        ({"ess": 0.95, "chi2": 0.05}, "P3O caps weights at 0.95", "whole responses"),
+        ({"ess": 0.95, "chi2": 0.05}, "P3O caps weights at 0.950", "whole responses"),
         ({"ess": 0.7, "chi2": 0.4, "sequence_ess": 0.02}, "do not weigh whole responses", "mean ratio"),
         ({"ess": 0.4, "chi2": 1.5}, "too far", "clip"),
         # 0.02 off with a standard error of sqrt(0.05 / 10000) = 0.002

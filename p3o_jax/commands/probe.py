@@ -141,5 +141,5 @@ def run(arguments: Sequence[str]) -> None:
     out.mkdir(parents=True, exist_ok=True)
     about = {"model": asked.model, "step": policy.step, "device": device, "command": ["p3o", "probe", *arguments]}
     (out / "probe.json").write_text(probe_report.to_json(report, about))
-    probe_report.heat_map(report, out / "probe.png", f"ESS of {asked.model} against its sampler")
+    probe_report.heat_map(report, out / "probe.png", f"ESS of {Path(asked.model).name} against its sampler")
     print(f"\nWrote {out / 'probe.json'} and {out / 'probe.png'}")

@@ -129,3 +129,29 @@ class ByteTokenizer:
         if any(not 0 <= i < 256 for i in kept):
             raise ValueError(f"token ids {[i for i in kept if not 0 <= i < 256]} are outside the vocabulary of 256")
         return bytes(kept).decode(errors="replace")
+
+
+class TextStream:
+    """Text as its tokens come, of which one may be part of a character: every piece is valid by itself."""
+
+    def __init__(self, tokenizer: Tokenizer):
+        self._tokenizer = tokenizer
+        self._ids: list[int] = []  # since the last place but one where a character ended
+        self._given = ""  # of their text
+
+    def push(self, token: int) -> str:
+        """What text the token completes; empty where it ends within a character."""
+        before = len(self._ids)
+        self._ids.append(token)
+        text = self._tokenizer.decode(self._ids)
+        whole = text.rstrip("\ufffd")  # what is broken so far may yet be completed
+        piece = whole[len(self._given) :]
+        self._given += piece
+        if piece and whole == text and before:
+            # The last token stays, for tokenizers whose text depends on what is before.
+            self._ids, self._given = self._ids[before:], self._tokenizer.decode(self._ids[before:])
+        return piece
+
+    def finish(self) -> str:
+        """What is left when no more tokens come."""
+        return self._tokenizer.decode(self._ids)[len(self._given) :]

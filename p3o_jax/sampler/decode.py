@@ -22,7 +22,7 @@ from p3o_jax import sharding
 from p3o_jax.models.transformer import TransformerConfig
 from p3o_jax.precision import Precision
 from p3o_jax.sampler import loop
-from p3o_jax.sampler.loop import Options, Requests
+from p3o_jax.sampler.loop import OnDraw, Options, Requests
 from p3o_jax.sampler.sampling import AS_THEY_ARE, NOTHING_CUT, RowSampling, Sampling, Truncation
 from p3o_jax.sampler.weights import WeightFormat, Weights
 from p3o_jax.types import Rollout
@@ -119,6 +119,7 @@ class Sampler:
         response_limits: Sequence[int] | None = None,
         greedy: bool = False,
         support: int | Literal["exact"] | None = None,
+        on_draw: OnDraw | None = None,
     ) -> Rollout:
         """Responses to this process's prompts, `num_samples` each, on the device.
 
@@ -133,6 +134,7 @@ class Sampler:
             greedy: take the most likely token instead; log-probs are then 0, those of a certain event.
             support: what to keep of every distribution sampled from besides the token's own log-prob: of the
                 k most likely tokens (a number), or of the whole vocabulary ("exact"); -inf at tokens that are cut.
+            on_draw: is told of every token as it is drawn, for a person who waits; compiled for this function.
 
         Returns:
             A `Rollout` of global arrays, rows ordered by prompt, then sample.
@@ -143,7 +145,7 @@ class Sampler:
         if greedy and support is not None:
             raise ValueError("sampler: support is of sampled distributions, and greedy=True does not sample")
         requests, truncation = self.requests(prompts, prompt_indices, sampling, response_limits)
-        options = Options(num_samples, greedy, NOTHING_CUT if greedy else truncation, support)
+        options = Options(num_samples, greedy, NOTHING_CUT if greedy else truncation, support, on_draw)
         return self.sample(weights, sharding.to_global(requests, self.mesh), key, options=options)
 
     def requests(

@@ -9,6 +9,7 @@ stays in one program, and the host hears of nothing until the end.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -23,6 +24,10 @@ from p3o_jax.models.transformer import Transformer
 from p3o_jax.sampler.distributions import distribution, empty_support
 from p3o_jax.sampler.sampling import RowSampling, Truncation, draw, sampled_log_probs
 from p3o_jax.types import FinishReason, Rollout, Support
+
+OnDraw = Callable[[np.ndarray, np.ndarray, np.ndarray, np.ndarray], None]
+"""Is given, for each slot: which row it decodes (none: the number of rows), the place of the token in the response,
+the token, and its log-prob. Called by every device that has the slot, possibly out of order."""
 
 
 class Requests(NamedTuple):
@@ -42,6 +47,7 @@ class Options(NamedTuple):
     greedy: bool
     truncation: Truncation
     support: int | str | None  # what is kept of every distribution
+    on_draw: OnDraw | None = None  # told of every token as it is drawn, on the host
 
 
 class Limits(NamedTuple):
@@ -211,6 +217,8 @@ def _draw(
         token = draw(log_probs, jax.vmap(jax.random.fold_in)(row_keys[row], state.drawn))
         log_prob = jnp.take_along_axis(log_probs, token[:, None], axis=-1)[:, 0]
         kept = distribution(log_probs, options.support)
+    if options.on_draw is not None:
+        jax.debug.callback(options.on_draw, state.row, state.drawn, token, log_prob)
     at, drawn = length[row] + state.drawn, state.drawn + 1
     is_eos, is_stop = _is_one_of(token, limits.eos_ids), _is_one_of(token, limits.stop_ids)
     reason = jnp.where(is_eos, FinishReason.EOS, jnp.where(is_stop, FinishReason.STOP, FinishReason.LENGTH))

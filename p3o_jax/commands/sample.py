@@ -1,0 +1,151 @@
+"""A completion of a prompt, as it is drawn, by any policy in any precision."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import tyro
+
+from p3o_jax.sharding import MeshShape
+
+if TYPE_CHECKING:
+    from p3o_jax.models.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """What to complete, and how."""
+
+    model: tyro.conf.Positional[str]
+    """A run directory (its newest checkpoint, or RUN@STEP), a directory in Hugging Face format, a .gguf file,
+    smollm2-135m, or random:EXPERIMENT[:VARIANT] for that experiment's model as it is initialised."""
+    prompt: tyro.conf.Positional[str] = ""
+    """The prompt. Default: standard input."""
+    response_tokens: int = 256
+    """Longest completion."""
+    samples: int = 1
+    """Completions; of one alone the text comes as it is drawn."""
+    temperature: float = 1.0
+    """Logits are divided by it."""
+    top_k: int | None = None
+    """Only the so many most likely tokens."""
+    top_p: float = 1.0
+    """Only the smallest set of most likely tokens that has this mass."""
+    min_p: float = 0.0
+    """Only tokens at least so many times as likely as the most likely one."""
+    greedy: bool = False
+    """Take the most likely token instead of drawing."""
+    precision: str | None = None
+    """WEIGHTS[@tensor | @BLOCK][+PART...][/ACTIVATIONS[/KV_CACHE]]; what is left out is bfloat16. Default: float32 on
+    a CPU, else bfloat16."""
+    log_probs: bool = False
+    """Print every token with its log-probability under the distribution it was drawn from."""
+    stop_ids: tuple[int, ...] = ()
+    """Tokens that end a completion besides the model's own."""
+    chat: bool = True
+    """Of a published model: put the prompt into its chat template, if it has one."""
+    system_prompt: str | None = None
+    """Of a published model: what the system says first."""
+    mesh: MeshShape = MeshShape(data=1)
+    """Which devices work; --mesh.tensor shares a model that is too large for one."""
+    seed: int = 0
+    """The completion is a function of it."""
+
+
+def run(arguments: Sequence[str]) -> None:
+    """Prints the completion; with several, or with log-probs, each under a heading."""
+    asked = tyro.cli(Arguments, args=list(arguments), prog="p3o sample", description=__doc__)
+
+    import jax
+
+    from p3o_jax import sharding
+    from p3o_jax.cli import open_policy
+    from p3o_jax.compilation_cache import enable_compilation_cache
+    from p3o_jax.precision import parse
+    from p3o_jax.rollouts import responses
+    from p3o_jax.sampler import Sampler, Sampling, SamplingLimits
+    from p3o_jax.types import FinishReason
+
+    if asked.samples < 1 or asked.response_tokens < 1:
+        raise ValueError(
+            f"sample: samples={asked.samples} and response_tokens={asked.response_tokens} must be at least 1"
+        )
+    sampling = Sampling(asked.temperature, asked.top_k, asked.top_p, asked.min_p)
+    default = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+    precision = parse(asked.precision or default)
+    shape = asked.mesh
+    count = abs(shape.data) * shape.fsdp * shape.tensor * shape.slice if shape.data > 0 else jax.device_count()
+    mesh = sharding.make_mesh(shape, jax.devices()[:count])
+    enable_compilation_cache()
+    policy = open_policy(asked.model, mesh, chat=asked.chat, system_prompt=asked.system_prompt)
+    ids = policy.tokenizer.encode(asked.prompt or sys.stdin.read().rstrip("\n"))
+    if not ids:
+        raise ValueError("sample: the prompt is empty")
+    limits = SamplingLimits(len(ids), asked.response_tokens, policy.tokenizer.eos_ids, asked.stop_ids)
+    sampler = Sampler(policy.model, policy.tokenizer.vocab_size, limits, precision, mesh)
+    weights = sampler.synchronise(policy.params, policy.step)
+
+    typed = Typed(policy.tokenizer, set(limits.eos_ids + limits.stop_ids), sys.stdout.write)
+    shards = sharding.num_batch_shards(mesh)  # which all need a prompt, and answer it alike
+    rollout = sampler(
+        weights,
+        [ids] * shards,
+        [0] * shards,
+        key=jax.random.key(asked.seed),
+        num_samples=asked.samples,
+        sampling=sampling,
+        greedy=asked.greedy,
+        on_draw=typed if asked.samples == 1 else None,
+    )
+    jax.effects_barrier()
+    rollout = jax.tree.map(lambda leaf: leaf[: asked.samples], sharding.to_local(rollout))
+    if asked.samples == 1:
+        typed.finish()
+    for row, completion in enumerate(responses(rollout)):
+        length, start = int(rollout.response_length[row]), int(rollout.prompt_length[row])
+        total = float(rollout.behaviour_log_probs[row, start : start + length].sum())
+        reason = FinishReason(int(rollout.finish_reason[row])).name.lower()
+        heading = f"{length} tokens, ended by {reason}, log-prob {total:.3f}"
+        if asked.samples > 1:
+            print(f"--- {row + 1}: {heading}\n{policy.tokenizer.decode(completion)}")
+        if asked.log_probs:
+            if asked.samples == 1:
+                print(f"--- {heading}")
+            for token, log_prob in zip(
+                rollout.tokens[row, start : start + length].tolist(),
+                rollout.behaviour_log_probs[row, start : start + length].tolist(),
+                strict=True,
+            ):
+                print(f"{log_prob:10.4f}  {math.exp(log_prob):7.2%}  {token:7d}  {policy.tokenizer.decode([token])!r}")
+
+
+class Typed:
+    """Writes the text of row 0 as its tokens are drawn, each piece valid by itself."""
+
+    def __init__(self, tokenizer: Tokenizer, silent: set[int], write: Callable[[str], object]):
+        from p3o_jax.models.tokenizer import TextStream
+
+        self._stream, self._silent, self._write = TextStream(tokenizer), silent, write
+        self._waiting: dict[int, int] = {}
+        self._next = 0
+
+    def __call__(self, row: np.ndarray, place: np.ndarray, token: np.ndarray, log_prob: np.ndarray) -> None:
+        """As `Sampler` calls it: in any order, and by every device that has the row."""
+        for one_row, at, one in zip(row, place, token, strict=True):
+            if one_row == 0 and at >= self._next:
+                self._waiting[int(at)] = int(one)
+        while self._next in self._waiting:
+            one = self._waiting.pop(self._next)
+            self._next += 1
+            if one not in self._silent:
+                self._write(self._stream.push(one))
+                sys.stdout.flush()
+
+    def finish(self) -> None:
+        """What is left of the text, and a new line."""
+        self._write(self._stream.finish() + "\n")

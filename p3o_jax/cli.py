@@ -24,6 +24,7 @@ from p3o_jax.output import closed_output_ends_quietly
 from p3o_jax.policies import Policy, load_policy, random_policy
 from p3o_jax.preemption import Preempted
 from p3o_jax.processes import ElsewhereError
+from p3o_jax.profiling import parse_steps
 from p3o_jax.train import train
 from p3o_jax.writers import read_metrics
 
@@ -39,6 +40,8 @@ class Run:
     """Continue the run in --run-dir from its newest whole checkpoint; if there is no run yet, start it."""
     distributed: bool = False
     """This process is one of several hosts (`p3o_jax.processes`); needs --run-dir, the same for all."""
+    profile_steps: str = ""
+    """A:B: trace rollout steps A to B into the run's plugins/profile/, for Perfetto and TensorBoard."""
 
 
 def run_experiment(name: str, description: str, variants: Mapping[str, Config]) -> None:
@@ -64,7 +67,8 @@ def _run_experiment(name: str, description: str, variants: Mapping[str, Config])
             print(f"{name} {variant}: {run_dirs[variant]}", flush=True)
             started = time.perf_counter()
             command = [sys.executable, "-m", f"experiments.{name}", *arguments]
-            train(run.config, run_dirs[variant], resume=run.resume, argv=command)
+            steps = parse_steps(run.profile_steps)
+            train(run.config, run_dirs[variant], resume=run.resume, argv=command, profile_steps=steps)
             seconds[variant] = time.perf_counter() - started
     except BrokenPipeError:
         raise
@@ -112,6 +116,7 @@ def parse(name: str, description: str, variants: Mapping[str, Config], arguments
         for variant in chosen or variants
     }
     for run in runs.values():
+        parse_steps(run.profile_steps, run.config.num_steps)
         if run.run_dir is None and (run.resume or run.distributed):
             raise ValueError("--resume and --distributed need --run-dir")
         if run.run_dir is not None and len(runs) > 1:

@@ -304,6 +304,29 @@ def to_json(config: Config) -> dict[str, Any]:
     return _make_converter().unstructure(config)
 
 
+_COMPARED = (
+    "task", "objective", "advantages", "optimizer", "seed", "prompts_per_step", "samples_per_prompt", "epochs",
+    "minibatches", "support_tokens", "staleness", "sampler_temperature", "learner_temperature", "precision",
+)  # fmt: skip
+
+
+def hyperparameters(config: Config) -> dict[str, bool | int | float | str]:
+    """What runs are compared by, flat: `objective` is a class name, `objective.kl` one of its fields."""
+    found: dict[str, Any] = {}
+
+    def add(name: str, value: Any) -> None:
+        if isinstance(value, dict):
+            for key, item in value.items():
+                add(name if key == _CLASS else f"{name}.{key}", item.rpartition(":")[2] if key == _CLASS else item)
+        else:
+            found[name] = value if isinstance(value, bool | int | float | str) else json.dumps(value)
+
+    as_json = to_json(config)
+    for name in _COMPARED:
+        add(name, as_json[name])
+    return found
+
+
 def from_json(data: dict[str, Any]) -> Config:
     """The inverse of `to_json`.
 

@@ -23,14 +23,19 @@ from jaxtyping import Array, Float, Int
 
 from p3o_jax import metrics as metrics_lib
 from p3o_jax import sharding
+from p3o_jax.breakdowns import EssByGroup, ess_breakdowns
 from p3o_jax.models import lora
 from p3o_jax.models.log_probs import TokenDistributions, token_distributions
 from p3o_jax.models.transformer import Transformer, TransformerConfig, abstract_model, weight_specs
 from p3o_jax.objectives.base import Objective
 from p3o_jax.optimizer import OptimizerConfig, learning_rate_schedule, make_optimizer, select
+from p3o_jax.stats import num_sequences
 from p3o_jax.types import Batch, Policy, Support
 
 Metrics = dict[str, Any]
+
+TOKEN_LOG_PROBS = "policy/token_log_probs"
+_SEQUENCES = "rollout/sequences"
 
 
 class TrainState(NamedTuple):
@@ -57,22 +62,29 @@ class Learner:
         num_updates: int,
         micro_batches: int = 1,
         support_tokens: int = 64,
+        num_staleness: int = 1,
+        num_sources: int = 1,
+        keep_log_probs: bool = False,
     ):
         """
         Args:
             num_updates: optimizer updates in the whole run, for the learning-rate schedule.
             micro_batches: in how many parts each device's rows go through the model.
             support_tokens: k of a snapshot's distributions, for an objective that asks for their top k.
+            num_staleness, num_sources: groups whose ESS is logged each.
+            keep_log_probs: whether the metrics of an update have the log-probs [B, T] that it saw, as TOKEN_LOG_PROBS.
         """
         self.mesh, self.objective, self.micro_batches = mesh, objective, micro_batches
         self._config, self._vocab_size, self._support_tokens = config, vocab_size, support_tokens
+        self._groups = {"num_staleness": num_staleness, "num_sources": num_sources}
+        self._keep_log_probs = keep_log_probs
         self._graphdef, self._abstract = abstract_model(config, vocab_size)
         self._specs = weight_specs(self._abstract, mesh, sharding.LEARNER_RULES)
         self._optimizer = make_optimizer(optimizer, num_updates)
         self._learning_rate = learning_rate_schedule(optimizer, num_updates)
         self.update = jax.jit(self._update, donate_argnums=0)
         """(state, batch) -> (state, metrics): one optimizer update; the old state's buffers are reused."""
-        self.gradients = jax.jit(self._sharded_gradients)
+        self.gradients = jax.jit(lambda params, batch: self._sharded_gradients(params, batch)[:4])
         """(params, batch) -> (gradients, loss, statistics, metrics) of one optimizer batch, without updating."""
         self.log_probs = jax.jit(self._sharded_log_probs)
         """(params, batch) -> log-probs and entropy [B, T] of the batch's targets, no gradient."""
@@ -122,7 +134,7 @@ class Learner:
     # One update, in plain jit: what needs no manual communication.
 
     def _update(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        gradients, loss, statistics, metrics = self._sharded_gradients(state.params, batch)
+        gradients, loss, statistics, metrics, log_probs = self._sharded_gradients(state.params, batch)
         gradient_norm = optax.tree.norm(gradients)
         finite = jnp.isfinite(loss) & jnp.isfinite(gradient_norm)
 
@@ -139,15 +151,16 @@ class Learner:
             num_skipped=state.num_skipped + skipped,
             num_skipped_in_a_row=(state.num_skipped_in_a_row + 1) * skipped,
         )
-        one = jnp.ones((), jnp.float32)
+        one, as_float = jnp.ones((), jnp.float32), skipped.astype(jnp.float32)
         learning_rate = jnp.asarray(self._learning_rate(state.num_updates) * factor, jnp.float32)
         metrics |= {
             "optim/grad_norm": metrics_lib.Mean(gradient_norm, one),
             "optim/grad_norm_max": metrics_lib.Max(gradient_norm),
             "optim/learning_rate": metrics_lib.Mean(learning_rate, one),
-            "optim/skipped_updates": metrics_lib.Sum(skipped.astype(jnp.float32)),
+            "optim/skipped_updates": metrics_lib.Sum(as_float),
+            "rollout/dropped/nonfinite_update": metrics_lib.Sum(as_float * metrics.pop(_SEQUENCES).total),
         }
-        return new_state, metrics
+        return new_state, metrics | ({TOKEN_LOG_PROBS: log_probs} if self._keep_log_probs else {})
 
     # What runs on each device, on its rows and its shards of the weights.
 
@@ -161,12 +174,12 @@ class Learner:
 
     def _sharded_gradients(self, params: nnx.State, batch: Batch):
         self._check(batch)
-        whole = PartitionSpec()
+        rows, whole = sharding.batch_spec(self.mesh), PartitionSpec()
         gradients = jax.shard_map(
             self._local_gradients,
             mesh=self.mesh,
-            in_specs=(self._specs, sharding.batch_spec(self.mesh)),
-            out_specs=(lora.split(self._specs)[0], whole, whole, whole),
+            in_specs=(self._specs, rows),
+            out_specs=(lora.split(self._specs)[0], whole, whole, whole, rows),
         )
         return gradients(params, batch)
 
@@ -268,21 +281,26 @@ class Learner:
             of_batch = statistics if whole_batch else reduced_statistics(policy, rows)
             per_token, metrics = objective.loss(policy, rows, of_batch)
             share = jnp.sum(objective.aggregation.weights(rows) * per_token) / denominator
-            return share, (of_batch, metrics)
+            log_probs = jax.lax.stop_gradient(policy.log_probs)
+            metrics |= ess_breakdowns(log_probs, rows, **self._groups)
+            metrics[_SEQUENCES] = metrics_lib.Sum(num_sequences(rows.mask, rows.segment_ids))
+            return share, (of_batch, metrics, log_probs if self._keep_log_probs else None)
 
         value_and_gradient = jax.value_and_grad(local_loss, has_aux=True)
         if self.micro_batches == 1:
             only = jax.tree.map(lambda leaf: leaf[0], micro_batches)
-            (loss, (statistics, metrics)), gradients = value_and_gradient(trained, only)
+            (loss, (statistics, metrics, log_probs)), gradients = value_and_gradient(trained, only)
             metrics = jax.tree.map(lambda leaf: leaf[None], metrics)
         else:
 
             def accumulate(total, rows: Batch):
-                (loss, (of_batch, metrics)), gradients = value_and_gradient(trained, rows)
-                return jax.tree.map(jnp.add, total, gradients), (loss, of_batch, metrics)
+                (loss, (of_batch, *seen)), gradients = value_and_gradient(trained, rows)
+                return jax.tree.map(jnp.add, total, gradients), (loss, of_batch, *seen)
 
             zeros = jax.tree.map(lambda p: sharding.match_variance(jnp.zeros(p.shape, p.dtype), p), trained)
-            gradients, (losses, of_micro_batches, metrics) = jax.lax.scan(accumulate, zeros, micro_batches)
+            gradients, scanned = jax.lax.scan(accumulate, zeros, micro_batches)
+            losses, of_micro_batches, metrics, log_probs = scanned
+            log_probs = jax.tree.map(lambda leaf: leaf.reshape(-1, leaf.shape[-1]), log_probs)
             loss = losses.sum()
             if not whole_batch:
                 statistics = metrics_lib.fold(of_micro_batches)
@@ -293,12 +311,14 @@ class Learner:
         metrics["policy/ess_min"] = metrics_lib.Min(metrics["policy/ess"].value())
         metrics["policy/ess_min_micro_batch"] = metrics_lib.Min(worst)
         gradients = sharding.reduce_gradients(gradients, lora.split(params)[0])
-        return gradients, sharding.sum_over_batch(loss), statistics, metrics
+        return gradients, sharding.sum_over_batch(loss), statistics, metrics, log_probs
 
 
-def _of_this_batch(metric: metrics_lib.Metric) -> metrics_lib.Metric:
+def _of_this_batch(metric: Any) -> metrics_lib.Metric:
     """A metric that several updates' metrics can be merged with: an ESS belongs to one optimizer batch, so of
     several the mean is logged, not the ESS of all their ratios, which compare with different policies."""
+    if isinstance(metric, EssByGroup):
+        return metric.of_this_batch()
     if isinstance(metric, metrics_lib.Mean | metrics_lib.Sum | metrics_lib.Max | metrics_lib.Min):
         return metric
     return metrics_lib.Mean(metric.value(), jnp.ones((), jnp.float32))

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, Float
 
@@ -112,6 +113,13 @@ class Min(NamedTuple):
 
     def value(self):
         return self.smallest
+
+
+class Histogram(NamedTuple):
+    """Counts as they are logged, on the host: of len(edges) + 1 bins, of which the first and the last are open."""
+
+    edges: np.ndarray
+    counts: np.ndarray
 
 
 Tree = TypeVar("Tree")

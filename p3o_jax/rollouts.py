@@ -13,9 +13,12 @@ import numpy as np
 from jaxtyping import Bool
 
 from p3o_jax import sharding
+from p3o_jax.metrics import Histogram
 from p3o_jax.models.tokenizer import Tokenizer
 from p3o_jax.tasks.base import Prompt
 from p3o_jax.types import Batch, FinishReason, Inputs, Rollout, Support, responses
+
+_LENGTH_BINS = 30
 
 
 def local_prompts(prompts: Sequence[Prompt], num_processes: int = 1, process: int = 0) -> Sequence[Prompt]:
@@ -99,8 +102,13 @@ def minibatches(batch: Batch, count: int, epochs: int, group_size: int) -> Itera
             yield jax.tree.map(lambda leaf, rows=rows: leaf[rows], batch)
 
 
-def rollout_metrics(rollout: Rollout, step: int) -> dict[str, float]:
-    """What is logged of a step's rollouts, over all processes; `step`: rollout steps the learner has trained for."""
+def rollout_metrics(rollout: Rollout, step: int, longest: int) -> dict[str, Any]:
+    """What is logged of a step's rollouts, over all processes.
+
+    Args:
+        step: rollout steps the learner has trained for.
+        longest: the limit on response tokens.
+    """
     truncated = rollout.finish_reason == FinishReason.LENGTH
     sums = (
         len(truncated),
@@ -108,9 +116,13 @@ def rollout_metrics(rollout: Rollout, step: int) -> dict[str, float]:
         truncated.sum(),
         (step - rollout.policy_version).sum(),
     )
-    rows, tokens, truncated, staleness = sharding.sum_over_processes(np.asarray(sums, np.float64))
+    edges = np.unique(np.linspace(1, longest + 1, _LENGTH_BINS + 1).astype(np.int64))
+    lengths = np.bincount(np.searchsorted(edges, rollout.response_length, side="right"), minlength=len(edges) + 1)
+    totals = sharding.sum_over_processes(np.concatenate([np.asarray(sums, np.float64), lengths]))
+    rows, tokens, truncated, staleness = totals[: len(sums)]
     return {
         "rollout/response_tokens_mean": tokens / rows,
+        "rollout/response_tokens_histogram": Histogram(edges, totals[len(sums) :]),
         "rollout/truncated_fraction": truncated / rows,
         "rollout/staleness_mean": staleness / rows,
     }
@@ -121,14 +133,22 @@ def readable(
     rollout: Rollout,
     rewards: np.ndarray,
     advantages: np.ndarray,
+    log_probs: np.ndarray,
+    *,
     tokenizer: Tokenizer,
 ) -> list[dict[str, Any]]:
-    """Rollouts as a person reads them: text, reward, and each response token with its behaviour log-prob."""
+    """Rollouts as a person reads them: text, reward, and each response token with its behaviour log-prob and log-ratio.
+
+    Args:
+        log_probs: [B, S - 1], the policy's, aligned with predictions.
+    """
     texts = {prompt.index: prompt.text for prompt in prompts}
     rows = []
     for i, response_ids in enumerate(responses(rollout)):
         start = rollout.prompt_length[i]
         response = slice(start, start + rollout.response_length[i])
+        behaviour = rollout.behaviour_log_probs[i, response]
+        log_ratios = log_probs[i, response.start - 1 : response.stop - 1] - behaviour
         rows.append(
             {
                 "prompt_index": int(rollout.group[i]),
@@ -141,7 +161,8 @@ def readable(
                 "temperature": float(rollout.temperature[i]),
                 "token_ids": rollout.tokens[i, response].tolist(),
                 "tokens": [tokenizer.decode([int(token)]) for token in rollout.tokens[i, response]],
-                "behaviour_log_probs": [round(float(x), 6) for x in rollout.behaviour_log_probs[i, response]],
+                "behaviour_log_probs": [round(float(x), 6) for x in behaviour],
+                "log_ratios": [round(float(x), 6) for x in log_ratios],
             }
         )
     return rows

@@ -232,6 +232,7 @@ def ratio_metrics(log_ratio: Float[Array, "B T"], mask: Bool[Array, "B T"]) -> d
         "policy/log_ratio_histogram": histogram(log_ratio, finite),
         "policy/outside_0.2_fraction": outside_fraction(log_ratio, finite, 0.2, 0.2),
         "policy/behaviour_kl_proxy": token_mean(k3_value(log_ratio), finite),
+        "policy/behaviour_kl_reverse": token_mean(k3_value(-log_ratio), finite),  # unbiased for KL(mu, pi)
         "policy/nonfinite_log_ratio": Sum(moments.nonfinite),
     }
 

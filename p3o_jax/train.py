@@ -9,10 +9,11 @@ import jax
 import numpy as np
 
 from p3o_jax.checkpoint import newest_step
-from p3o_jax.config import Config, to_json
+from p3o_jax.config import Config, hyperparameters, to_json
 from p3o_jax.lifecycle import Lifecycle
 from p3o_jax.precision import describe
 from p3o_jax.processes import all_rows, fail_together
+from p3o_jax.profiling import Profiler
 from p3o_jax.prompts import prompt_batches
 from p3o_jax.rollouts import make_batch, readable, rollout_metrics
 from p3o_jax.run_directory import MAY_DIFFER, RunDirectory
@@ -27,6 +28,7 @@ def train(
     resume: bool = False,
     argv: Sequence[str] = (),
     devices: Sequence[jax.Device] | None = None,
+    profile_steps: range = range(0),
 ) -> dict[str, float]:
     """Trains a policy. Step s is the s-th rollout step; what it logs is logged at s, evaluations at 0 too.
 
@@ -36,6 +38,7 @@ def train(
         resume: continue the run that is there, from its newest checkpoint that is whole; without one, start it.
         argv: the command line, to be recorded.
         devices: default: all.
+        profile_steps: the steps that are traced.
 
     Returns:
         The last value of every metric.
@@ -64,6 +67,7 @@ def train(
         Lifecycle(trainer, directory, before_save=writer.flush) as life,
         Progress(config.num_steps, enabled=trainer.is_main) as progress,
         trainer.scorer,
+        Profiler(directory.path, profile_steps) as profiler,
     ):
         if trainer.is_main:
             for line in describe(config.precision, trainer.sampler_mesh.devices.flat[0].device_kind):
@@ -71,6 +75,7 @@ def train(
         made, state, ring, loop = (life.restore() if resume else None) or life.start()
         with fail_together():
             writer.resume_at(made + 1 if made else 0)  # before the first step, the evaluation at 0 is made again too
+            writer.describe(hyperparameters(config))
         stream = {"position": loop["prompt_position"], "tokenizer": trainer.tokenizer}
         prompts = prompt_batches(config.task, config.seed, config.prompts_per_step, **stream)
         last: dict[str, float] = {}
@@ -81,6 +86,7 @@ def train(
 
         while made < config.num_steps:
             step = made + 1
+            profiler.before(step)
             clock = life.begin(step)
             of_step = next(prompts)
             asked = trainer.local(of_step)
@@ -105,11 +111,13 @@ def train(
             clock.begin("learn")
             _, sampled_by = ring.behaviour
             try:
-                state, metrics = trainer.learn(state, batch, rollout.group, sampled_by, directory.nonfinite_batch(step))
+                dump_to = directory.nonfinite_batch(step)
+                state, metrics, seen = trainer.learn(state, batch, rollout.group, sampled_by, dump_to)
             except FloatingPointError as error:
                 loop = life.may_roll_back(loop, error)
                 state = ring = sampled_by = None  # makes room for what is restored
             if state is None:
+                clock.end()
                 made, state, ring, loop = life.roll_back(loop)
                 with fail_together():
                     writer.resume_at(made + 1)
@@ -120,18 +128,21 @@ def train(
             if config.is_due(step, config.evaluate_every):
                 metrics |= trainer.evaluate(ring.newest["sampler"])
             clock.begin("write")
-            metrics |= of_scores | rollout_metrics(rollout, step - 1) | trainer.speed(clock.seconds, rollout)
+            metrics |= of_scores | rollout_metrics(rollout, step - 1, config.task.max_response_tokens)
+            metrics |= trainer.speed(clock.seconds, rollout)
             metrics["rollout/dropped/prompt_too_long"] = skipped
             writes_rollouts = config.is_due(step, config.write_rollouts_every)
             if writes_rollouts:
                 rewards = np.where(scores.known, scores.rewards, np.nan)
-                of_all = all_rows((rollout._replace(support=None), rewards, advantages), trainer.mesh)
+                log_probs = trainer.token_log_probs(batch, seen)
+                of_all = all_rows((rollout._replace(support=None), rewards, advantages, log_probs), trainer.mesh)
             with fail_together():  # only process 0 writes
                 last |= writer.write(step, metrics)
                 if writes_rollouts:
-                    writer.rollouts(step, readable(of_step, of_all[0], of_all[1], of_all[2], trainer.tokenizer))
+                    writer.rollouts(step, readable(of_step, *of_all, tokenizer=trainer.tokenizer))
             progress.update(step, last)
             clock.begin("save")
             life.end_step(RunState(step, state, ring, loop), metrics)
             clock.end()
+            profiler.after(step)
     return last

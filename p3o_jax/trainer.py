@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,10 +17,11 @@ from jax.sharding import Mesh
 
 from p3o_jax import metrics as metrics_lib
 from p3o_jax import sharding
+from p3o_jax.breakdowns import logged
 from p3o_jax.checkpoint import Checkpoints
 from p3o_jax.config import Config, resolve, validate
 from p3o_jax.evaluate import evaluate
-from p3o_jax.learner import Learner, TrainState
+from p3o_jax.learner import TOKEN_LOG_PROBS, Learner, TrainState
 from p3o_jax.models import lora
 from p3o_jax.models.load import load_params
 from p3o_jax.models.tokenizer import Tokenizer
@@ -97,6 +99,8 @@ class Trainer:
             num_updates=config.num_updates,
             micro_batches=config.micro_batches,
             support_tokens=config.support_tokens,
+            num_staleness=config.staleness + 1,
+            keep_log_probs=config.write_rollouts_every > 0,
         )
         self.scorer = Scorer(self.task, tokenizer, config.verifiers)
         self._advantages = jax.jit(config.advantages)
@@ -221,7 +225,7 @@ class Trainer:
 
     def learn(
         self, state: TrainState, batch: Batch, group: np.ndarray, sampled_by: dict[str, Any], dump_to: Path
-    ) -> tuple[TrainState, dict[str, Any]]:
+    ) -> tuple[TrainState, dict[str, Any], list[jax.Array]]:
         """One optimizer update a minibatch, epoch after epoch; nothing waits for the device in between.
 
         Args:
@@ -230,6 +234,9 @@ class Trainer:
             group: the prompt of each row.
             sampled_by: what is remembered of the policy that sampled.
             dump_to: where the batch goes if an update is skipped (`nonfinite.write_dump`).
+
+        Returns:
+            The new state; metrics as they are logged; for `token_log_probs`, what the updates of the first epoch saw.
 
         Raises:
             FloatingPointError: too many updates in a row were not finite.
@@ -240,14 +247,20 @@ class Trainer:
             trained, kept = lora.split(state.params)
             params = lora.join(sampled_by.get("learner", trained), kept)
             parts = [snapshot(params, part) for part in parts]
-        for _ in range(config.epochs):
+        log_probs: list[jax.Array] = []
+        for epoch in range(config.epochs):
             of_epoch = parts
             if config.objective.snapshot == "epoch" and len(parts) > 1:  # the learner takes that of a single one itself
                 of_epoch = [snapshot(state.params, part) for part in parts]
             for part in of_epoch:
                 state, metrics = self.learner.update(state, part)
+                of_tokens = metrics.pop(TOKEN_LOG_PROBS, None)
                 of_updates.append(metrics)
-        metrics, in_a_row = jax.device_get((_merge(of_updates), state.num_skipped_in_a_row))
+                if epoch == 0 and of_tokens is not None:
+                    log_probs.append(of_tokens)
+        # Without staleness the first update's policy is the one that sampled: what it sees is the precision gap.
+        metrics = _merge(of_updates, first_is_gap=config.staleness == 0)
+        metrics, in_a_row = jax.device_get((metrics, state.num_skipped_in_a_row))
         metrics["optim/skipped_updates_in_a_row"] = in_a_row
         if metrics["optim/skipped_updates"]:
             found, seen = nonfinite_rows(
@@ -263,16 +276,31 @@ class Trainer:
                 )
             if self.is_main:
                 _logger.warning("%d updates skipped: %s", metrics["optim/skipped_updates"], message)
-        return state, metrics
+        return state, logged(metrics), log_probs
+
+    def token_log_probs(self, batch: Batch, log_probs: Sequence[jax.Array]) -> np.ndarray:
+        """What `learn` returned of its updates, back in the rows [B, T] of this process's batch; NaN where masked.
+
+        Every process must call it.
+        """
+        rows = np.broadcast_to(np.arange(len(batch.mask), dtype=np.int32)[:, None], batch.mask.shape)
+        found = np.full(batch.mask.shape, np.nan, np.float32)
+        # The same cut and packing of a batch whose source says which row a token comes from.
+        for part, seen in zip(self._minibatches(batch._replace(source=rows)), log_probs, strict=True):
+            found[part.source[part.mask], part.inputs.positions[part.mask]] = sharding.to_local(seen)[part.mask]
+        return found
 
     def minibatches(self, batch: Batch) -> list[Batch]:
         """A step's optimizer batches, packed, on the devices."""
+        return [sharding.to_global(part, self.mesh) for part in self._minibatches(batch)]
+
+    def _minibatches(self, batch: Batch) -> list[Batch]:
         config = self.config
         parts = list(minibatches(batch, config.minibatches, 1, config.samples_per_prompt))
         if config.pack and config.objective.statistics_scope != "micro_batch":
             shards = sharding.num_batch_shards(self.mesh) // self.num_parts
             parts = pack(parts, shards * config.micro_batches)
-        return [sharding.to_global(part, self.mesh) for part in parts]
+        return parts
 
     def speed(self, seconds: Mapping[str, float], rollout: Rollout) -> dict[str, float]:
         """What is logged of a step's time; this process's rows stand for those of all."""
@@ -334,8 +362,11 @@ def _meshes(config: Config, devices: Sequence[jax.Device] | None) -> tuple[Mesh,
 _INIT, _TRAIN, _EVALUATION = range(3)
 
 
-@jax.jit
-def _merge(of_updates: list[dict[str, Any]]) -> dict[str, Any]:
-    """The logged values of a step: its updates' metrics, merged by type."""
+@partial(jax.jit, static_argnames="first_is_gap")
+def _merge(of_updates: list[dict[str, Any]], *, first_is_gap: bool) -> dict[str, Any]:
+    """The values of a step: its updates' metrics, merged by type; the precision gap perhaps of the first alone."""
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *of_updates)
-    return metrics_lib.values(metrics_lib.fold(stacked))
+    values = metrics_lib.values(metrics_lib.fold(stacked))
+    if first_is_gap:
+        values.setdefault("policy/precision_gap_kl", of_updates[0]["policy/behaviour_kl_reverse"].value())
+    return values

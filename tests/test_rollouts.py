@@ -100,17 +100,30 @@ def test_responses_are_ids_without_the_end():
 
 
 def test_what_is_logged_of_rollouts():
-    metrics = rollout_metrics(make_rollout(), step=4)
+    metrics = rollout_metrics(make_rollout(), step=4, longest=3)
     assert metrics["rollout/response_tokens_mean"] == (3 + 2 + 3 + 3) / 4
     assert metrics["rollout/truncated_fraction"] == 0.25
     assert metrics["rollout/staleness_mean"] == 0.5
+    lengths = metrics["rollout/response_tokens_histogram"]
+    assert lengths.edges.tolist() == [1, 2, 3, 4]
+    assert lengths.counts.tolist() == [0, 0, 1, 3, 0]  # a bin a length, and the open ends
+
+
+def test_long_lengths_share_bins():
+    long = make_rollout()._replace(response_length=np.asarray([1, 33, 34, 1000]))
+    lengths = rollout_metrics(long, step=4, longest=1000)["rollout/response_tokens_histogram"]
+    assert lengths.edges[[0, 1, -1]].tolist() == [1, 34, 1001]
+    assert lengths.counts[[0, 1, 2, -2, -1]].tolist() == [0, 2, 1, 1, 0]
 
 
 def test_readable_rollouts_align_tokens_and_log_probs():
-    row = readable(prompts(), make_rollout(), *np.ones((2, 4), np.float32), TASK.tokenizer)[1]
+    rollout = make_rollout()
+    policy = rollout.behaviour_log_probs[:, 1:] + np.arange(7, dtype=np.float32) / 8  # of the token at t: t / 8 - 1 / 8
+    row = readable(prompts(), rollout, *np.ones((2, 4), np.float32), policy, tokenizer=TASK.tokenizer)[1]
     assert row["prompt"] == "21="
     assert row["tokens"] == ["2", ""]
     assert row["behaviour_log_probs"] == pytest.approx([-3.1, -4.1])
+    assert row["log_ratios"] == pytest.approx([2 / 8, 3 / 8])
     assert row["finish_reason"] == FinishReason.EOS.name.lower()
 
 

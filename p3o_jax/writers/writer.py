@@ -1,4 +1,4 @@
-"""What a run writes while it runs: TensorBoard events, metrics.jsonl, rollouts, a progress line.
+"""Scalars, histograms, text and rollouts of a run.
 
 Every record has an explicit step. Everything is written at once and by the calling thread,
 so a full disk is an error in the run and not a gap in its curves.
@@ -8,22 +8,22 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TextIO
+from typing import Any
 
 import numpy as np
-from tensorboardX import summary
 from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 from tensorboardX.proto.summary_pb2 import Summary
 
+from p3o_jax.metrics import Histogram
 from p3o_jax.run_directory import write_atomically
-from p3o_jax.stats import LOG_RATIO_EDGES
+from p3o_jax.writers import tensorboard
+from p3o_jax.writers.samples import samples_html
 
 
 class Writer:
@@ -55,60 +55,46 @@ class Writer:
         # TensorBoard hides earlier events of steps >= that of a START.
         self._add(Event(step=step, session_log=SessionLog(status=SessionLog.START)))
 
+    def describe(self, settings: Mapping[str, bool | int | float | str]) -> None:
+        """Writes what TensorBoard compares runs by: the run's settings, and the page that overlays all runs' ESS."""
+        if self._enabled:
+            self._add(Event(step=self._last_step, summary=tensorboard.hyperparameters(settings)))
+            self._add(Event(step=self._last_step, summary=tensorboard.ess_page()))
+
     def write(self, step: int, metrics: Mapping[str, Any]) -> dict[str, float]:
-        """Writes scalars by tag. Vectors are counts over the bins of `stats.LOG_RATIO_EDGES`: TensorBoard only.
+        """Writes metrics by tag: scalars, and `metrics.Histogram`s, which go to TensorBoard only.
 
         Returns:
             The scalars, also where nothing is written.
 
         Raises:
-            ValueError: a step before the last one written, or a value of another shape.
+            ValueError: a step before the last one written, or a value of another kind.
         """
         self._advance(step)
-        arrays = {tag: np.asarray(value) for tag, value in metrics.items()}
-        scalars = {tag: float(value) for tag, value in arrays.items() if value.ndim == 0}
+        histograms = {tag: value for tag, value in metrics.items() if isinstance(value, Histogram)}
+        arrays = {tag: np.asarray(value) for tag, value in metrics.items() if tag not in histograms}
         for tag, value in arrays.items():
             if value.ndim:
-                self.histogram(step, tag, LOG_RATIO_EDGES, value)
-        if self._enabled and scalars:
+                raise ValueError(f"{tag}: an array of shape {value.shape} is neither a scalar nor a histogram")
+        scalars = {tag: float(value) for tag, value in arrays.items()}
+        if self._enabled and metrics:
             # Not `summary.scalar`, which rewrites tags: pass@1 would become pass_1.
             values = [Summary.Value(tag=tag, simple_value=value) for tag, value in scalars.items()]
+            values += [tensorboard.histogram(tag, value) for tag, value in histograms.items()]
             self._add(Event(step=step, summary=Summary(value=values)))
+        if self._enabled and scalars:
             self._append({"step": step} | {tag: _to_json(value) for tag, value in scalars.items()})
         return scalars
 
-    def histogram(self, step: int, tag: str, edges: np.ndarray, counts: np.ndarray) -> None:
-        """Writes the counts of len(edges) + 1 bins, of which the first and the last are open-ended."""
-        self._advance(step)
-        edges, counts = np.asarray(edges, np.float64), np.asarray(counts, np.float64)
-        if counts.shape != (len(edges) + 1,):
-            raise ValueError(f"{tag}: counts of shape {counts.shape} do not fit {len(edges)} edges")
-        if self._enabled:
-            # Open bins are drawn as wide as their neighbours.
-            limits = np.concatenate([[2 * edges[0] - edges[1]], edges, [2 * edges[-1] - edges[-2]]])
-            middles = (limits[1:] + limits[:-1]) / 2
-            record = summary.histogram_raw(
-                tag,
-                min=limits[0],
-                max=limits[-1],
-                num=counts.sum(),
-                sum=counts @ middles,
-                sum_squares=counts @ middles**2,
-                bucket_limits=limits[1:].tolist(),
-                bucket_counts=counts.tolist(),
-            )
-            self._add(Event(step=step, summary=record))
-
-    def text(self, step: int, tag: str, markdown: str) -> None:
-        """Writes a text to TensorBoard."""
-        self._advance(step)
-        if self._enabled:
-            self._add(Event(step=step, summary=summary.text(tag, markdown)))
-
     def rollouts(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Writes rollouts/step_N.jsonl, one JSON object a row."""
+        """Writes rollouts/step_N.jsonl, one JSON object a row, and a few of them as text to TensorBoard.
+
+        Args:
+            rows: as `rollouts.readable` makes them, those of a prompt one after another.
+        """
         self._advance(step)
         if self._enabled:
+            self._add(Event(step=step, summary=tensorboard.text("rollout/samples", samples_html(rows))))
             path = self._dir / "rollouts" / f"step_{step}.jsonl"
             with _naming(path):
                 path.parent.mkdir(exist_ok=True)
@@ -206,94 +192,3 @@ def _naming(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise type(error)(error.errno, f"cannot write {path}: {error.strerror or error}") from error
-
-
-class Progress:
-    """One line with what matters, updated in place on a terminal, else printed at most every few seconds.
-
-    step 12/60  reward 0.41  ess 0.93  learner 31k tok/s  sampler 33k tok/s  00:21 left
-    """
-
-    _SECONDS_BETWEEN_LINES = 5.0
-    _SHOWN = (
-        ("reward", "reward/mean", "{:.2f}"),
-        ("ess", "policy/ess", "{:.4f}"),
-        ("learner", "time/learner_tokens_per_second", "{} tok/s"),
-        ("sampler", "time/sampler_tokens_per_second", "{} tok/s"),
-    )
-
-    def __init__(
-        self,
-        num_steps: int,
-        *,
-        enabled: bool = True,
-        stream: TextIO | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ):
-        self._num_steps = num_steps
-        self._enabled = enabled
-        self._stream = stream if stream is not None else sys.stderr
-        self._clock = clock
-        self._in_place = self._stream.isatty()
-        self._width = 0
-        self._first: tuple[int, float] | None = None
-        self._last_shown = -math.inf
-
-    def update(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Shows the state after a step."""
-        now = self._clock()
-        if self._first is None:
-            # The first step compiles: what is left is estimated from those after it.
-            self._first = (step, now)
-        if not self._enabled:
-            return
-        if not self._in_place and step < self._num_steps and now - self._last_shown < self._SECONDS_BETWEEN_LINES:
-            return
-        self._last_shown = now
-        line = "  ".join([f"step {step}/{self._num_steps}", *self._values(metrics), self._left(step, now)])
-        if self._in_place:
-            self._stream.write("\r" + line.ljust(self._width))
-            self._width = len(line)
-        else:
-            self._stream.write(line + "\n")
-        self._stream.flush()
-
-    def close(self) -> None:
-        """Leaves the last line on the terminal and goes to the next."""
-        if self._in_place and self._width:
-            self._stream.write("\n")
-            self._stream.flush()
-            self._width = 0
-
-    def __enter__(self) -> Progress:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def _values(self, metrics: Mapping[str, float]) -> Iterator[str]:
-        for label, tag, shape in self._SHOWN:
-            if tag in metrics:
-                value = metrics[tag]
-                yield f"{label} {shape.format(_thousands(value) if shape.startswith('{}') else value)}"
-
-    def _left(self, step: int, now: float) -> str:
-        assert self._first is not None
-        first_step, first_time = self._first
-        if step == first_step:
-            return "--:-- left"
-        seconds = round((now - first_time) / (step - first_step) * (self._num_steps - step))
-        minutes, seconds = divmod(seconds, 60)
-        hours, minutes = divmod(minutes, 60)
-        return (f"{hours}:" if hours else "") + f"{minutes:02d}:{seconds:02d} left"
-
-
-def _thousands(value: float) -> str:
-    """Three digits and a unit: 31k, 1.2M."""
-    for size, unit in ((1e6, "M"), (1e3, "k")):
-        if value >= size:
-            scaled = value / size
-            return f"{scaled:.1f}{unit}" if scaled < 10 else f"{scaled:.0f}{unit}"
-    return f"{value:.0f}"

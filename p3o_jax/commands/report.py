@@ -1,0 +1,42 @@
+"""Shows runs in one HTML file: curves over seeds, final values with errors, configurations, rollouts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+
+
+@dataclass(frozen=True)
+class Report:
+    """Runs, finished or not, in one HTML file that needs no other."""
+
+    runs: tyro.conf.Positional[tuple[Path, ...]]
+    """Run directories, or directories that hold some."""
+    out: Path = Path("report.html")
+    """The file."""
+    figures: Path | None = None
+    """A directory for every figure as SVG and PNG."""
+    title: str = "P3O runs"
+    """Title of the page."""
+    most_tokens: int = 200_000
+    """Tokens of rollouts that go into the page; each takes about 25 bytes."""
+
+
+def run(arguments: Sequence[str]) -> None:
+    """Writes the report."""
+    asked = tyro.cli(Report, prog="p3o report", args=list(arguments))
+    if not asked.runs:
+        raise ValueError("p3o report: name at least one run directory, such as runs/quickstart")
+
+    from p3o_jax.report.page import write
+    from p3o_jax.report.runs import find, group, load
+
+    groups = group([load(path) for path in find(asked.runs)])
+    count = write(groups, asked.out, title=asked.title, most_tokens=asked.most_tokens, figures_dir=asked.figures)
+    num_runs = sum(len(group.runs) for group in groups)
+    print(f"{asked.out}: {num_runs} runs in {len(groups)} variants, {count} figures")
+    if asked.figures:
+        print(f"{asked.figures}: the figures as SVG and PNG")

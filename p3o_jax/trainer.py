@@ -100,6 +100,7 @@ class Trainer:
             micro_batches=config.micro_batches,
             support_tokens=config.support_tokens,
             num_staleness=config.staleness + 1,
+            num_sources=len(self.task.components),
             keep_log_probs=config.write_rollouts_every > 0,
         )
         self.scorer = Scorer(self.task, tokenizer, config.verifiers)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +70,7 @@ def open_gguf(path: Path) -> StoredModel:
         shape = tuple(int(size) for size in reversed(tensor.shape))
         tensors[name] = StoredTensor(path, shape, tensor.tensor_type.name, read)
     config["tie_word_embeddings"] = "lm_head.weight" not in tensors
-    return StoredModel(path, config, tensors, partial(tokenizer_source, data, path))
+    return StoredModel(path, config, tensors, cache(partial(tokenizer_source, data, path)))
 
 
 def _read(path: Path, kind: Any, offset: int, shape: tuple[int, ...], dtype: np.dtype, undo: Undo | None) -> np.ndarray:

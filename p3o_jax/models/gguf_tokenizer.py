@@ -48,6 +48,13 @@ def tokenizer_source(data: Mapping[str, Any], path: Path) -> TokenizerSource:
         "add_bos_token": bool(get("add_bos_token", kind == "llama")),
         "chat_template": data.get("tokenizer.chat_template"),
     }
+    if config["add_bos_token"] and config["bos_token"] is not None:
+        from tokenizers import processors
+
+        pair = (config["bos_token"], get("bos_token_id"))
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=[pair[0], "$A"], pair=[pair[0], "$A", "$B:1"], special_tokens=[pair]
+        )
     ends = [get(name) for name in ("eos_token_id", "eot_token_id", "eom_token_id")]
     return TokenizerSource(tokenizer.to_str(), config, {"eos_token_id": [token for token in ends if token is not None]})
 

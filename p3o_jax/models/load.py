@@ -64,9 +64,9 @@ def load_params(
     _, abstract = abstract_model(replace(config, lora=None), vocab_size)
     specs = weight_specs(abstract, mesh, rules)
     tensors, table = _weights(stored), layouts(config)
-    shapes = {path: tuple(leaf.shape) for path, leaf in _leaves(abstract).items()}
+    shapes = {path: tuple(leaf.shape) for path, leaf in leaves_by_name(abstract).items()}
     check(stored, tensors, table, shapes, config)
-    places = {path: NamedSharding(mesh, spec) for path, spec in _leaves(specs).items()}
+    places = {path: NamedSharding(mesh, spec) for path, spec in leaves_by_name(specs).items()}
 
     def load(path: tuple[str, ...]) -> jax.Array:
         return _load_weight(tensors, table[path], shapes[path], places[path], jnp.dtype(dtype))
@@ -79,7 +79,8 @@ def _names(path: tuple[Any, ...]) -> tuple[str, ...]:
     return tuple(key.key for key in path if isinstance(key, jax.tree_util.DictKey))
 
 
-def _leaves(tree: Any) -> dict[tuple[str, ...], Any]:
+def leaves_by_name(tree: Any) -> dict[tuple[str, ...], Any]:
+    """The parameters of a tree by their paths, such as (layers, query)."""
     return {_names(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]}
 
 

@@ -32,10 +32,11 @@ def token_log_probs(
     head: Float[Array, "V D"],
     targets: Int[Array, "B T"],
     temperature: Float[Array, "B T"],
+    softcap: float | None = None,
     chunk_tokens: int = 1024,
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
     """log softmax(head @ hidden / temperature) at the targets, and the entropy in nats, both float32."""
-    found = token_distributions(hidden, head, targets, temperature, chunk_tokens=chunk_tokens)
+    found = token_distributions(hidden, head, targets, temperature, softcap=softcap, chunk_tokens=chunk_tokens)
     return found.log_probs, found.entropy
 
 

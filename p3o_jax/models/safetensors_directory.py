@@ -11,7 +11,7 @@ import json
 import math
 import struct
 from collections.abc import Iterable, Mapping
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,8 @@ DTYPES = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dt
 """Types that weights can be read from."""
 _BITS = {"BOOL": 8, "F8_E4M3": 8, "F8_E5M2": 8, "I8": 8, "U8": 8, "I16": 16, "U16": 16, "I32": 32, "U32": 32}
 _BITS |= {"F16": 16, "BF16": 16, "F32": 32, "F64": 64, "I64": 64, "U64": 64, "C64": 64}
-_INDEX = "model.safetensors.index.json"
+INDEX = "model.safetensors.index.json"
+"""Which file each tensor is in, where there are several."""
 
 
 def open_directory(path: Path) -> StoredModel:
@@ -38,7 +39,7 @@ def open_directory(path: Path) -> StoredModel:
         path=path,
         config=read_json(path / "config.json"),
         tensors=_tensors(path),
-        tokenizer=partial(_tokenizer_source, path),
+        tokenizer=cache(partial(_tokenizer_source, path)),
     )
 
 
@@ -63,12 +64,12 @@ def read_json(path: Path, missing: Mapping[str, Any] | None = None) -> dict[str,
 
 
 def _tensors(path: Path) -> dict[str, StoredTensor]:
-    index = read_json(path / _INDEX, missing={})
+    index = read_json(path / INDEX, missing={})
     if index:
         files = sorted(set(index["weight_map"].values()))
         absent = [name for name in files if not (path / name).exists()]
         if absent:
-            raise FileNotFoundError(f"{path / _INDEX} names files that are not there: {', '.join(absent)}")
+            raise FileNotFoundError(f"{path / INDEX} names files that are not there: {', '.join(absent)}")
     else:
         files = sorted(file.name for file in path.glob("*.safetensors"))
         if not files:

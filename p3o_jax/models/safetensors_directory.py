@@ -39,7 +39,7 @@ def open_directory(path: Path) -> StoredModel:
         path=path,
         config=read_json(path / "config.json"),
         tensors=_tensors(path),
-        tokenizer=cache(partial(_tokenizer_source, path)),
+        tokenizer=cache(partial(tokenizer_source, path)),
     )
 
 
@@ -132,7 +132,12 @@ def _tensor(
     return StoredTensor(file, shape, dtype, read)
 
 
-def _tokenizer_source(path: Path) -> TokenizerSource:
+def tokenizer_source(path: Path) -> TokenizerSource:
+    """What a directory says of its tokenizer.
+
+    Raises:
+        FileNotFoundError: there is no tokenizer.json.
+    """
     file = path / "tokenizer.json"
     if not file.exists():
         raise FileNotFoundError(

@@ -9,11 +9,14 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from p3o_jax.models.char_tokenizer_files import char_tokenizer_files
 from p3o_jax.models.export import export_model
 from p3o_jax.models.families import read_config
+from p3o_jax.models.hf_tokenizer import HfTokenizer
 from p3o_jax.models.load import load_params
 from p3o_jax.models.pretrained import Pretrained, open_model
-from p3o_jax.models.tokenizer import CharTokenizer
+from p3o_jax.models.safetensors_directory import tokenizer_source
+from p3o_jax.models.tokenizer import ByteTokenizer, CharTokenizer
 from p3o_jax.models.transformer import Transformer, TransformerConfig
 from p3o_jax.sharding import MeshShape, make_mesh
 from tests.models.stored_models import FAMILIES, copy_with_tokenizer
@@ -62,6 +65,18 @@ def test_a_model_trained_from_scratch_is_exported_with_its_characters(tmp_path):
     assert exported.encode("21 é\n") == tokenizer.encode("21 é\n")
     assert exported.decode([3, 2, 0]) == tokenizer.decode([3, 2, 0]) == "21"
     assert (exported.vocab_size, exported.eos_ids, exported.bos_id) == (8, (0,), None)
+
+
+def test_bytes_are_exported_as_bytes(tmp_path):
+    for name, text in char_tokenizer_files(ByteTokenizer()).items():
+        (tmp_path / name).write_text(text)
+    (tmp_path / "config.json").write_text("{}")
+    exported = HfTokenizer(tokenizer_source(tmp_path), 256)
+    text = "naïve 日本語 🙂\n\t 0 <|end"
+    assert exported.encode(text) == ByteTokenizer().encode(text)
+    ids = [*range(0, 256, 3), 255]
+    assert exported.decode(ids) == ByteTokenizer().decode(ids)
+    assert exported.eos_ids == ByteTokenizer().eos_ids
 
 
 def test_nothing_is_overwritten_and_what_cannot_be_written_leaves_nothing(tmp_path):

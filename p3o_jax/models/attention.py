@@ -70,14 +70,18 @@ def _xla_attention(query: Array, key: Array, value: Array, mask: Bool[Array, "#B
     if query.dtype == jnp.float32 and form.softcap is None:
         return jax.nn.dot_product_attention(query, key, value, mask=mask, scale=form.scale, implementation="xla")
     batch, length, num_heads, width = query.shape
-    scale = width**-0.5 if form.scale is None else form.scale
     grouped = query.reshape(batch, length, key.shape[2], -1, width)
-    scores = jnp.einsum("BTKGH,BSKH->BKGTS", grouped, key, preferred_element_type=jnp.float32) * scale
+    scores = jnp.einsum("BTKGH,BSKH->BKGTS", grouped, key, preferred_element_type=jnp.float32)
+    weights = _attention_weights(scores, mask[:, :, None], width, form).astype(value.dtype)
+    return jnp.einsum("BKGTS,BSKH->BTKGH", weights, value).reshape(batch, length, num_heads, width)
+
+
+def _attention_weights(scores: Array, mask: Bool[Array, "..."], width: int, form: AttentionForm) -> Array:
+    """softmax over the last axis of what is scored, float32."""
+    scores = scores * (width**-0.5 if form.scale is None else form.scale)
     if form.softcap is not None:
         scores = form.softcap * jnp.tanh(scores / form.softcap)
-    scores = jnp.where(mask[:, :, None], scores, jnp.finfo(jnp.float32).min)
-    weights = jax.nn.softmax(scores, axis=-1).astype(value.dtype)
-    return jnp.einsum("BKGTS,BSKH->BTKGH", weights, value).reshape(batch, length, num_heads, width)
+    return jax.nn.softmax(jnp.where(mask, scores, jnp.finfo(jnp.float32).min), axis=-1)
 
 
 def _same_segment(rows: Int[Array, "B T"] | None, columns: Int[Array, "B S"] | None) -> Bool[Array, "B 1 T S"] | None:
@@ -184,16 +188,17 @@ def cudnn_attention(
 
 def cached_attention(
     query: Float[Array, "B 1 N H"],
-    keys: Float[Array, "B S K H"],
-    values: Float[Array, "B S K H"],
+    keys: Float[Array, "B K S H"],
+    values: Float[Array, "B K S H"],
     num_slots: Int[Array, " B"],
     form: AttentionForm = PLAIN,
     sliding: Bool[Array, ""] | None = None,
 ) -> Float[Array, "B 1 N H"]:
     """One token a row attends to the first `num_slots` slots of its cache, the last of which is its own; in a sliding
     layer to no more of them than the window."""
-    if form.softcap is None and sliding is None:
-        with jax.numpy_dtype_promotion("standard"):
-            return jax.nn.dot_product_attention(query, keys, values, scale=form.scale, key_value_seq_lengths=num_slots)
-    distance = num_slots[:, None] - 1 - jnp.arange(keys.shape[1])
-    return _xla_attention(query, keys, values, _seen(distance, form, sliding)[:, None, None, :], form)
+    batch, _, _, width = query.shape
+    grouped = query.reshape(batch, keys.shape[1], -1, width)
+    scores = jnp.einsum("BKGH,BKSH->BKGS", grouped, keys, preferred_element_type=jnp.float32)
+    seen = _seen(num_slots[:, None] - 1 - jnp.arange(keys.shape[2]), form, sliding)
+    weights = _attention_weights(scores, seen[:, None, None], width, form).astype(values.dtype)
+    return jnp.einsum("BKGS,BKSH->BKGH", weights, values).reshape(query.shape)

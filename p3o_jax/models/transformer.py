@@ -26,7 +26,7 @@ from p3o_jax.models import lora as lora_lib
 from p3o_jax.models import quantised
 from p3o_jax.models.architecture import TransformerConfig
 from p3o_jax.models.attention import AttentionForm, cached_attention, causal_attention
-from p3o_jax.models.kv_cache import KVCache
+from p3o_jax.models.kv_cache import KVCache, slot_buckets
 from p3o_jax.models.log_probs import softcapped
 from p3o_jax.models.rope import rope_frequencies, rotate
 from p3o_jax.precision import Format
@@ -217,7 +217,7 @@ class Transformer(nnx.Module):
             weights, sliding = weights_and_sliding
 
             def attend(query, key, value):
-                return causal_attention(query, key, value, segment_ids, self.form, sliding), KVCache(key, value)
+                return causal_attention(query, key, value, segment_ids, self.form, sliding), KVCache.of(key, value)
 
             return nnx.merge(graphdef, weights).block(x, positions, attend, sliding)
 
@@ -225,27 +225,54 @@ class Transformer(nnx.Module):
         return _rms_norm(x, self.final_norm, self.config), cache
 
     def decode(
-        self, tokens: Int[Array, " B"], positions: Int[Array, " B"], cache: KVCache
-    ) -> tuple[Float[Array, "B D"], KVCache]:
-        """One token a row, at its own position: the final hidden states, and the cache with the token in it."""
+        self,
+        tokens: Int[Array, " B"],
+        positions: Int[Array, " B"],
+        cache: KVCache | list[KVCache],
+        layers: list[nnx.State] | None = None,
+    ) -> tuple[Float[Array, "B D"], KVCache | list[KVCache]]:
+        """One token a row, at its own position: the final hidden states, and the cache with the token in it.
+
+        Args:
+            tokens: the last of each row.
+            positions: theirs; attention reads as many slots as the longest row needs, rounded up to a bucket.
+            cache: of the tokens before.
+            layers: `unstacked_layers`, for a cache that is unstacked too; None: a scan over stacked ones.
+        """
         graphdef, stacked = nnx.split(self.layers)
         rows = jnp.arange(tokens.shape[0])
+        buckets = slot_buckets((cache[0] if isinstance(cache, list) else cache).num_slots)
+        bucket = jnp.searchsorted(jnp.asarray(buckets), positions.max() + 1)
 
-        def layer(carry, of_layer):
-            x, cache = carry
-            weights, sliding, index = of_layer
-
+        def layer(x: Array, cache: Any, weights: Any, sliding: Any, index: Any) -> tuple[Array, Any]:
             def attend(query, key, value):
-                # The cache is carried, not scanned over, so that XLA updates it in place.
                 written = cache.write(index, rows, positions, key[:, 0], value[:, 0])
-                cached = written.read(index, query.dtype)
-                return cached_attention(query, *cached, positions + 1, self.form, sliding), written
 
-            return nnx.merge(graphdef, weights).block(x, positions[:, None], attend, sliding), None
+                def over(num_slots):
+                    cached = written.read(index, query.dtype, num_slots)
+                    return cached_attention(query, *cached, positions + 1, self.form, sliding)
 
-        indices = jnp.arange(self.config.num_layers)
-        (x, cache), _ = jax.lax.scan(layer, (self.embed(tokens[:, None]), cache), (stacked, self.sliding(), indices))
+                return jax.lax.switch(bucket, [partial(over, size) for size in buckets]), written
+
+            return nnx.merge(graphdef, weights).block(x, positions[:, None], attend, sliding)
+
+        x, sliding = self.embed(tokens[:, None]), self.sliding()
+        if layers is not None:
+            caches = []
+            for i, (weights, of_layer) in enumerate(zip(layers, cache, strict=True)):
+                x, written = layer(x, of_layer, weights, None if sliding is None else sliding[i], jnp.int32(0))
+                caches.append(written)
+            cache = caches
+        else:
+            # The cache is carried, not scanned over, so that XLA updates it in place.
+            of_layers = stacked, sliding, jnp.arange(self.config.num_layers)
+            (x, cache), _ = jax.lax.scan(lambda carry, each: (layer(*carry, *each), None), (x, cache), of_layers)
         return _rms_norm(x[:, 0], self.final_norm, self.config), cache
+
+    def unstacked_layers(self) -> list[nnx.State]:
+        """The weights of each layer in arrays of its own."""
+        stacked = nnx.state(self.layers)
+        return [jax.tree.map(lambda array, i=i: array[i], stacked) for i in range(self.config.num_layers)]
 
     def output_weights(self) -> Float[Array, "V D"]:
         """The output head in the compute dtype; V is this device's part of the vocabulary."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -78,7 +78,7 @@ class _Loop(NamedTuple):
     drawn: Int[Array, " B"]  # how many tokens of it
     token: Int[Array, " B"]  # the last of them
     logits: Float[Array, "B V"]
-    cache: KVCache
+    cache: KVCache | list[KVCache]
     next_row: Int[Array, ""]  # the first that still waits
     rows: _Rows
 
@@ -112,12 +112,18 @@ def sample(
 
     prompt_logits, prompt_cache = _prefill(model, requests, slots, limits.cache_format)
     in_slot = prompt_of[:slots]
+    slot_cache = jax.tree.map(lambda array: array[:, in_slot], prompt_cache).with_room(limits.response_tokens)
+    layers: list | None = None
+    caches: tuple[Any, Any] = (slot_cache, prompt_cache)
+    if sharding.platform() == "cpu":
+        # There XLA copies a layer's part of stacked arrays before it multiplies with them, at every token.
+        layers, caches = model.unstacked_layers(), (slot_cache.unstacked(), prompt_cache.unstacked())
     state = _Loop(
         row=like_rows(jnp.arange(slots, dtype=jnp.int32)),
         drawn=jnp.zeros_like(length[:slots]),
         token=jnp.zeros_like(length[:slots]),
         logits=prompt_logits[in_slot],
-        cache=jax.tree.map(lambda array: _with_room(array[:, in_slot], limits.response_tokens), prompt_cache),
+        cache=caches[0],
         next_row=like_rows(jnp.int32(slots)),
         rows=_empty_rows(requests, prompt_of, options, limits, model.vocab_size),
     )
@@ -126,10 +132,10 @@ def sample(
         """Feeds the tokens drawn last, fills slots that are free, and draws the next tokens."""
         row = jnp.minimum(state.row, num_rows - 1)
         position = jnp.where(state.row < num_rows, length[row] + state.drawn - 1, 0)
-        hidden, cache = model.decode(state.token, position, state.cache)
+        hidden, cache = model.decode(state.token, position, state.cache, layers)
         state = state._replace(logits=model_logits(model, hidden), cache=cache)
         if slots < num_rows:
-            state = _refill(state, jnp.asarray(prompt_of), prompt_logits, prompt_cache)
+            state = _refill(state, jnp.asarray(prompt_of), prompt_logits, caches[1])
         return draw_next(state)
 
     draw_next = partial(
@@ -155,7 +161,7 @@ def sample(
 def _prefill(
     model: Transformer, requests: Requests, slots: int, cache_format: str
 ) -> tuple[Float[Array, "N V"], KVCache]:
-    """Every prompt through the model, `slots` at a time: the logits after it, and its keys and values [L N P K H]."""
+    """Every prompt through the model, `slots` at a time: the logits after it, and its keys and values [L N K P H]."""
 
     def forward(tokens: Int[Array, "N P"], length: Int[Array, " N"]) -> tuple[Array, KVCache]:
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
@@ -173,10 +179,6 @@ def _prefill(
 
     logits, cache = jax.lax.map(one, (tokens, length), batch_size=slots)
     return logits, jax.tree.map(lambda array: jnp.moveaxis(array, 0, 1), cache)
-
-
-def _with_room(array: Float[Array, "L B P ..."], room: int) -> Float[Array, "L B S ..."]:
-    return jnp.pad(array, ((0, 0), (0, 0), (0, room), *((0, 0),) * (array.ndim - 3)))
 
 
 def _empty_rows(requests: Requests, prompt_of: np.ndarray, options: Options, limits: Limits, vocab_size: int) -> _Rows:
@@ -239,7 +241,10 @@ def _draw(
 
 
 def _refill(
-    state: _Loop, prompt_of: Int[Array, " R"], prompt_logits: Float[Array, "N V"], prompt_cache: KVCache
+    state: _Loop,
+    prompt_of: Int[Array, " R"],
+    prompt_logits: Float[Array, "N V"],
+    prompt_cache: KVCache | list[KVCache],
 ) -> _Loop:
     """Gives free slots the rows that wait, in their order: a loop over as many as there are, mostly none.
 
@@ -254,7 +259,7 @@ def _refill(
         slot, row = free_slots[i], state.next_row
         prompt = prompt_of[row]
 
-        def copy(of_slots: Float[Array, "L B S ..."], of_prompts: Float[Array, "L N P ..."]) -> Array:
+        def copy(of_slots: Float[Array, "L B K S ..."], of_prompts: Float[Array, "L N K P ..."]) -> Array:
             source = jax.lax.dynamic_slice_in_dim(of_prompts, prompt, 1, axis=1)
             return jax.lax.dynamic_update_slice_in_dim(of_slots, source, slot, axis=1)
 

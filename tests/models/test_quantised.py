@@ -189,10 +189,10 @@ def test_a_cache_gives_back_what_it_was_given():
     def before_and_after(given, new):
         found = []
         for format in formats:
-            cache = KVCache(*given).stored_as(format)
+            cache = KVCache(*given.swapaxes(3, 4)).stored_as(format)
             written = cache.write(jnp.int32(1), jnp.arange(3), positions, *new)
             assert written.keys.dtype == DTYPES[format]
-            found.append([[c.read(jnp.int32(layer), jnp.float32) for layer in range(2)] for c in (cache, written)])
+            found.append([[c.read(jnp.int32(layer), jnp.float32, 4) for layer in range(2)] for c in (cache, written)])
         return found
 
     expected = np.asarray(given, np.float64)  # keys and values, layer, ...
@@ -200,7 +200,7 @@ def test_a_cache_gives_back_what_it_was_given():
     with_new[:, 1, [0, 1], [0, 3]] = np.asarray(new, np.float64)[:, :2]
     for format, of_format in zip(formats, before_and_after(given, new), strict=True):
         for got, want in zip(of_format, (expected, with_new), strict=True):
-            got = np.asarray(got, np.float64).swapaxes(0, 1)
+            got = np.asarray(got, np.float64).swapaxes(0, 1).swapaxes(3, 4)
             magnitude = np.abs(want).max(axis=-1, keepdims=True)
             steps = {"float32": 2.0**-24, "bfloat16": 2.0**-8}
             bound = steps[format] * np.abs(want) if format in steps else largest_error(format, magnitude, want)

@@ -92,8 +92,9 @@ def test_logits_equal_float64(name):
     np.testing.assert_allclose(logits, expected, rtol=2e-5, atol=2e-5 * np.abs(expected).max())
 
 
+@pytest.mark.parametrize("unstacked", [False, True])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_prefill_then_decode_equals_the_whole_sequence(name):
+def test_prefill_then_decode_equals_the_whole_sequence(name, unstacked):
     """Rows of different lengths in one cache, each decoding at its own position."""
     model, _ = build(CONFIGS[name])
     tokens = jax.random.randint(jax.random.key(2), (2, 10), 0, VOCAB)
@@ -101,9 +102,14 @@ def test_prefill_then_decode_equals_the_whole_sequence(name):
     lengths = jnp.array([3, 5])
     prompt = jnp.where(jnp.arange(5) < lengths[:, None], tokens[:, :5], VOCAB - 1)  # other tokens behind the prompt
     _, cache, _ = forward(model, prompt, arange_positions(prompt))
-    decode = jax.jit(lambda model, *arguments: model.decode(*arguments))
-    room = ((0, 0), (0, 0), (0, 5), (0, 0), (0, 0))
+    room = ((0, 0), (0, 0), (0, 0), (0, 5), (0, 0))
     cache = jax.tree.map(lambda part: jnp.pad(part, room, constant_values=1e3), cache)
+    cache = cache.unstacked() if unstacked else cache
+
+    @jax.jit
+    def decode(model, *arguments):
+        return model.decode(*arguments, model.unstacked_layers() if unstacked else None)
+
     for _ in range(4):
         at = lengths[:, None]
         hidden, cache = decode(model, jnp.take_along_axis(tokens, at, 1)[:, 0], lengths, cache)

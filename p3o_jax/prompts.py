@@ -8,18 +8,20 @@ Every process makes the whole batch, since prompts are tiny, and takes its part 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import chain
 
 import grain
 
 from p3o_jax.models.tokenizer import Tokenizer
+from p3o_jax.tasks import Dataset
 from p3o_jax.tasks.base import Prompt, PromptSource, Split, Task, digest_of
 
 _logger = logging.getLogger(__name__)
 
 EVALUATION_SEED = 20_260_512  # a constant: all runs are evaluated on the same prompts
 _DRAWS_PER_PROMPT = 8
+_PROCEDURAL_PROMPTS = 256
 
 
 def prompt_batches(
@@ -106,3 +108,24 @@ def evaluation_prompts(task: Task, count: int) -> list[Prompt]:
     if len(found) < count:
         _logger.warning("%s: only %d different evaluation prompts, not %d", task.name, len(found), count)
     return list(found.values())
+
+
+def evaluation_set(task: Task, count: int | None) -> list[Prompt]:
+    """The evaluation set of one task: `count` different prompts, or, of None, all that a dataset has and 256 of a
+    procedural task."""
+    if count is None:
+        count = len(task.prompts("evaluation", EVALUATION_SEED)) if isinstance(task, Dataset) else _PROCEDURAL_PROMPTS
+    return evaluation_prompts(task, count)
+
+
+def evaluation_sets(task: Task, count: int) -> dict[str, list[Prompt]]:
+    """The evaluation set of each task of a mixture, by its name; of a task alone, its own."""
+    return {
+        one.name: [prompt._replace(source=source) for prompt in evaluation_prompts(one, count)]
+        for source, one in enumerate(task.components)
+    }
+
+
+def longest(prompts: Iterable[Prompt], tokenizer: Tokenizer) -> int:
+    """Tokens of the longest prompt."""
+    return max(len(tokenizer.encode(prompt.text)) for prompt in prompts)

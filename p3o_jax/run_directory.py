@@ -4,7 +4,7 @@ config.json        the complete configuration
 command.txt        the command of every start, one a line
 environment.json   versions, devices, commit; one record a start
 status.json        what the run is doing (`run_status`)
-metrics.jsonl, events.out.tfevents.*, rollouts/, checkpoints/, nonfinite/     as the run writes them
+metrics.jsonl, events.out.tfevents.*, rollouts/, evaluations/, checkpoints/, nonfinite/     as the run writes them
 """
 
 from __future__ import annotations
@@ -47,6 +47,10 @@ class RunDirectory:
     def nonfinite_batch(self, step: int) -> Path:
         """Where the batch of a step goes that has an update which was skipped (`nonfinite.read_dump`)."""
         return self.path / "nonfinite" / f"step_{step}.npz"
+
+    def evaluation(self, step: int) -> Path:
+        """Where the evaluations of a step go."""
+        return self.path / "evaluations" / f"step_{step}"
 
     @classmethod
     def open(

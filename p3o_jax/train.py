@@ -80,7 +80,7 @@ def train(
         prompts = prompt_batches(config.task, config.seed, config.prompts_per_step, **stream)
         last: dict[str, float] = {}
         if made == 0:
-            evaluated = trainer.evaluate(ring.newest["sampler"])
+            evaluated = trainer.evaluate(ring.newest["sampler"], directory.evaluation(0))
             with fail_together():
                 last |= writer.write(0, evaluated)
 
@@ -126,7 +126,7 @@ def train(
             ring.push(step, trainer.remember(state, step))
             clock.begin("evaluate")
             if config.is_due(step, config.evaluate_every):
-                metrics |= trainer.evaluate(ring.newest["sampler"])
+                metrics |= trainer.evaluate(ring.newest["sampler"], directory.evaluation(step))
             clock.begin("write")
             metrics |= of_scores | rollout_metrics(rollout, step - 1, config.task.max_response_tokens)
             metrics |= trainer.speed(clock.seconds, rollout)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,6 +21,7 @@ from p3o_jax.breakdowns import logged
 from p3o_jax.checkpoint import Checkpoints
 from p3o_jax.config import Config, resolve, validate
 from p3o_jax.evaluate import evaluate
+from p3o_jax.evaluation_files import write_evaluation
 from p3o_jax.learner import TOKEN_LOG_PROBS, Learner, TrainState
 from p3o_jax.models import lora
 from p3o_jax.models.load import load_params
@@ -28,8 +29,8 @@ from p3o_jax.models.tokenizer import Tokenizer
 from p3o_jax.nonfinite import Dump, nonfinite_rows, write_dump
 from p3o_jax.objectives import Reinforce
 from p3o_jax.packing import pack
-from p3o_jax.processes import row_part
-from p3o_jax.prompts import evaluation_prompts
+from p3o_jax.processes import fail_together, row_part
+from p3o_jax.prompts import evaluation_sets
 from p3o_jax.rollouts import PolicyRing, local_prompts, minibatches
 from p3o_jax.sampler import Sampler, SamplingLimits
 from p3o_jax.scoring import Scorer, Scores, agreed, score_metrics
@@ -75,15 +76,17 @@ class Trainer:
             sampler_shards=sharding.num_batch_shards(self.sampler_mesh),
         )
         self.is_main = jax.process_index() == 0
-        self.evaluation_set = evaluation_prompts(self.task, config.evaluation_prompts)
+        self.evaluation_sets = evaluation_sets(self.task, config.evaluation_prompts)
+        self.evaluation_set = [prompt for prompts in self.evaluation_sets.values() for prompt in prompts]
         tokenizer = self.tokenizer
-        for prompt in self.evaluation_set:  # what the tokenizer or the limits refuse is refused before anything runs
-            length = len(tokenizer.encode(prompt.text))
-            if length > self.task.max_prompt_tokens:
-                raise ValueError(
-                    f"evaluation prompt {prompt.index} has {length} tokens, more than the task's "
-                    f"{self.task.max_prompt_tokens}"
-                )
+        # What the tokenizer or the limits refuse is refused before anything runs.
+        lengths = np.asarray([len(tokenizer.encode(prompt.text)) for prompt in self.evaluation_set])
+        too_long = int((lengths > self.task.max_prompt_tokens).sum())
+        if too_long:
+            raise ValueError(
+                f"{too_long} of {len(lengths)} evaluation prompts are longer than the task's limit of "
+                f"{self.task.max_prompt_tokens} tokens: give the task prompt_tokens={lengths.max()} or more"
+            )
         limits = SamplingLimits(
             self.task.max_prompt_tokens, self.task.max_response_tokens, tokenizer.eos_ids, slots=config.sampler_slots
         )
@@ -315,24 +318,35 @@ class Trainer:
             device_kind=self.mesh.devices.flat[0].device_kind,
         )
 
-    def evaluate(self, weights: Any) -> dict[str, float]:
-        """Metrics of an evaluation; none if evaluations are off."""
-        if not self.config.evaluate_every:
-            return {}
-        result = evaluate(
-            self.sampler,
-            weights,
-            self.scorer,
-            self.evaluation_set,
-            self.tokenizer,
-            key=self.key(_EVALUATION),
-            num_samples=self.config.evaluation_samples,
-            sampling=self.config.evaluation_sampling,
-            prompts_per_batch=self.config.prompts_per_step,
-        )
-        prefix = f"eval/{self.task.name}"
-        names = {"pass_at_1": "pass@1"}
-        return {f"{prefix}/{names.get(name, name)}": value for name, value in result._asdict().items()}
+    def evaluate(self, weights: Any, directory: Path) -> dict[str, float]:
+        """Metrics of an evaluation of each task; none if evaluations are off. Its files go into `directory`."""
+        config = self.config
+        metrics: dict[str, float] = {}
+        for name, prompts in self.evaluation_sets.items():
+            result = evaluate(
+                self.sampler,
+                weights,
+                self.scorer,
+                prompts,
+                key=self.key(_EVALUATION),
+                num_samples=config.evaluation_samples,
+                sampling=config.evaluation_sampling,
+                greedy=True,
+                prompts_per_batch=config.prompts_per_step,
+                keep_completions=True,
+            )
+            metrics |= {f"eval/{name}/{tag}": value for tag, value in result.metrics.items()}
+            settings = {
+                "samples": config.evaluation_samples,
+                **asdict(config.evaluation_sampling),
+                "response_tokens": self.task.max_response_tokens,
+                "precision": asdict(config.precision),
+                "seed": config.seed,
+            }
+            with fail_together():  # only process 0 writes
+                if self.is_main:
+                    write_evaluation(directory, name, result.metrics, result.completions, settings)
+        return metrics
 
 
 def _meshes(config: Config, devices: Sequence[jax.Device] | None) -> tuple[Mesh, Mesh]:

@@ -222,6 +222,12 @@ def test_a_run_leaves_what_one_needs_to_read_it(tmp_path, monkeypatch):
         assert [event.step for event in accumulator.Histograms(tag)] == [1, 2, 3, 4]
     (lengths,) = {event.histogram_value.num for event in accumulator.Histograms("rollout/response_tokens_histogram")}
     assert lengths == 32
+    results = json.loads((path / "evaluations" / "step_4" / "sort_digits.json").read_text())
+    assert results["results"]["pass@1"] == lines[-1]["eval/sort_digits/pass@1"]
+    assert results["settings"]["temperature"] == 1.0
+    assert results["settings"]["samples"] == SMALL.evaluation_samples
+    completions = (path / "evaluations" / "step_4" / "sort_digits.jsonl").read_text().splitlines()
+    assert len(completions) == 11 * (SMALL.evaluation_samples + 1)  # and the most likely one
     row = rollouts(path, 1)[0]
     assert len(row["tokens"]) == len(row["log_ratios"]) == len(row["behaviour_log_probs"]) == len(row["token_ids"])
     assert row["prompt"].endswith("=")
@@ -265,7 +271,10 @@ def test_prompts_that_do_not_fit_are_refused_before_anything_runs(tmp_path):
     class Long(SortDigits):
         max_prompt_tokens = 2
 
-    with pytest.raises(ValueError, match="evaluation prompt 0 has 4 tokens, more than the task's 2"):
+    with pytest.raises(
+        ValueError,
+        match=r"11 of 11 evaluation prompts are longer .* 2 tokens: .* prompt_tokens=4 ",
+    ):
         run(tmp_path / "run", replace(SMALL, task=Long(length=3)))
     assert not (tmp_path / "run").exists()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import inspect
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,18 +18,18 @@ def run(arguments: Sequence[str]) -> None:
         FileExistsError: the output is there already.
     """
     from p3o_jax.run_directory import write_atomically
-    from p3o_jax.tasks import layouts
+    from p3o_jax.tasks import Dataset
+    from p3o_jax.tasks.specification import LAYOUTS, task_of
 
-    known = {name: make for name, make in inspect.getmembers(layouts, inspect.isfunction) if not name.startswith("_")}
-    known = {name: make for name, make in known.items() if make.__module__ == layouts.__name__}
     options = argparse.ArgumentParser(prog="p3o convert", usage=USAGE)
-    options.add_argument("layout", choices=known, help="what is published there")
+    options.add_argument("layout", choices=LAYOUTS, help="what is published there")
     options.add_argument("path", help="file, pattern of files, or directory of JSON files")
     options.add_argument("output", type=Path, help="file to write; `Dataset(path=...)` reads it")
     chosen = options.parse_args(arguments)
     if chosen.output.exists():
         raise FileExistsError(f"{chosen.output} exists")
-    dataset = known[chosen.layout](chosen.path)
+    dataset = task_of(f"{chosen.layout}:{chosen.path}")
+    assert isinstance(dataset, Dataset)
     rows = list(dataset.rows())
     lines = (json.dumps({"prompt": row.text, "answer": row.answer}, ensure_ascii=False) + "\n" for row in rows)
     write_atomically(chosen.output, "".join(lines))

@@ -23,30 +23,30 @@ def math(path: str = "", evaluation_path: str = "") -> Dataset:
     return Dataset(path, evaluation_path, "problem", "solution", after=_BOXED, label="math", reward=MathVerify())
 
 
-def math500(path: str) -> Dataset:
+def math500(evaluation_path: str) -> Dataset:
     """`problem`, and `answer` in LaTeX: the 500 problems of MATH that are evaluated on (arXiv:2305.20050)."""
-    return Dataset("", path, "problem", "answer", after=_BOXED, label="math500", reward=MathVerify())
+    return Dataset("", evaluation_path, "problem", "answer", after=_BOXED, label="math500", reward=MathVerify())
 
 
-def deepscaler(path: str, evaluation_path: str = "") -> Dataset:
+def deepscaler(path: str = "", evaluation_path: str = "") -> Dataset:
     """`problem` and `answer` in LaTeX: DeepScaleR-Preview-Dataset, an array of 40,000 rows."""
     return Dataset(path, evaluation_path, "problem", "answer", after=_BOXED, label="deepscaler", reward=MathVerify())
 
 
-def dapo_math(path: str, evaluation_path: str = "") -> Dataset:
+def dapo_math(path: str = "", evaluation_path: str = "") -> Dataset:
     """A chat in `prompt`, whose message has its own instruction to end with "Answer: ...", and an integer in
     `reward_model.ground_truth`: DAPO-Math-17k (arXiv:2503.14476), in whose file every row is there a hundred times."""
     return Dataset(path, evaluation_path, "prompt.0.content", "reward_model.ground_truth", label="dapo_math")
 
 
-def aime(path: str) -> Dataset:
+def aime(evaluation_path: str) -> Dataset:
     """Any of the published AIME files: `problem`, `Problem` or `question`, and `answer`, `Answer` or `solution`."""
-    return _competition(path, "aime")
+    return _competition(evaluation_path, "aime")
 
 
-def amc(path: str) -> Dataset:
+def amc(evaluation_path: str) -> Dataset:
     """Any of the published AMC files: `problem` or `question`, and `answer`, which may be a float such as 142.0."""
-    return _competition(path, "amc")
+    return _competition(evaluation_path, "amc")
 
 
 def _competition(path: str, label: str) -> Dataset:

@@ -8,9 +8,11 @@ they.
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
+import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,6 +26,8 @@ import orbax.checkpoint as ocp
 from p3o_jax import integrity
 from p3o_jax.processes import agreed, fail_together
 
+_OVERHEAD_BYTES = 2**18
+"""Of a checkpoint's many small files."""
 COMMIT_SECONDS = 300
 """How long hosts wait for each other's part of a checkpoint."""
 
@@ -113,6 +117,7 @@ class Checkpoints:
             CheckpointError: this one, or the one before, cannot be written.
         """
         self.wait()
+        self._check_space(step, sum(leaf.nbytes for leaf in jax.tree.leaves((state, past))))
         meta = {
             "loop": dict(loop),
             "score": None if math.isnan(score) else score,
@@ -229,6 +234,22 @@ class Checkpoints:
         if damaged:
             self._say(f"warning: continuing from {self.directory / str(step)}")
 
+    def _check_space(self, step: int, size: int) -> None:
+        """Raises CheckpointError where a checkpoint will not fit: before it is begun, since a save that fails in its
+        middle is reported by each of its many parts."""
+        with fail_together():
+            if jax.process_index() == 0:
+                free, wanted = shutil.disk_usage(self.directory).free, size + size // 20 + _OVERHEAD_BYTES
+                if free < wanted:
+                    raise CheckpointError(
+                        f"cannot write checkpoint {self.directory / str(step)}: {os.strerror(errno.ENOSPC)}: it needs "
+                        f"about {wanted / 2**20:.1f} MiB of {free / 2**20:.1f} MiB; {self._left(step)}"
+                    )
+
+    def _left(self, step: int | None) -> str:
+        whole = [other for other in steps_in(self.directory) if other != step]
+        return f"the newest whole one is that of step {whole[-1]}" if whole else "there is none before it"
+
     def _before_commit(self) -> None:
         """On process 0, when all parts of a checkpoint are written and before it gets its name."""
         (unfinished,) = self.directory.glob(f"{self._saving}.orbax-checkpoint-tmp*")
@@ -247,10 +268,11 @@ class Checkpoints:
             raise
         except Exception as error:  # of several libraries
             step, self._saving = self._saving, None
-            whole = [other for other in steps_in(self.directory) if other != step]
-            left = f"the newest whole one is that of step {whole[-1]}" if whole else "there is none before it"
             path = self.directory / str(step)
-            raise CheckpointError(f"cannot write checkpoint {path}: {_reason(error)}; {left}") from error
+            for unfinished in self.directory.glob(f"{step}.orbax-checkpoint-tmp*"):
+                shutil.rmtree(unfinished, ignore_errors=True)  # others may need the space
+            self._manager.reload()
+            raise CheckpointError(f"cannot write checkpoint {path}: {_reason(error)}; {self._left(step)}") from error
 
     def __enter__(self) -> Checkpoints:
         return self
@@ -273,7 +295,7 @@ class Checkpoints:
 def _reason(error: BaseException) -> str:
     """What a library's long message comes to: the operating system's words if it has them."""
     text = str(error)
-    for number in (28, 30, 13, 122, 5):  # no space, read-only, permission, quota, I/O error
+    for number in (errno.ENOSPC, errno.EROFS, errno.EACCES, errno.EDQUOT, errno.EIO):
         if os.strerror(number) in text:
             return os.strerror(number)
     return _one_line(error)

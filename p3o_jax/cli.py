@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import math
 import os
 import sys
@@ -61,6 +62,8 @@ def _run_experiment(name: str, description: str, variants: Mapping[str, Config])
         if any(run.distributed for run in runs.values()):
             processes.initialize()
         enable_compilation_cache()
+        for name_of_library in ("absl", "asyncio"):  # a save that fails is an error of ours, in one line
+            logging.getLogger(name_of_library).setLevel(logging.CRITICAL)
         run_dirs, seconds = {}, {}
         for variant, run in runs.items():
             run_dirs[variant] = run.run_dir or Path("runs", name, variant, time.strftime("%Y-%m-%d_%H-%M-%S"))

@@ -17,10 +17,18 @@ from jax._src import distributed
 from p3o_jax.stopwatch import Stopwatch
 
 _PACKAGE = str(Path(__file__).parent)
+_OF_COMPILATION = tuple(
+    os.path.join("jax", "_src", *name)
+    for name in (("interpreters", "partial_eval.py"), ("interpreters", "mlir.py"), ("compiler.py",))
+)
+"""Modules of JAX that trace, lower and compile, and are on the stack of a thread that does."""
+_COMPILING = "compiling"
+_SILENT_LOOKS = 3
+"""Who has not been heard of for so many looks is silent."""
 
 
 class Watchdog:
-    """Watches the steps of the thread that made it. Time spent compiling does not count."""
+    """Watches the steps of the thread that made it. Time that any process spends compiling does not count."""
 
     def __init__(
         self,
@@ -41,7 +49,7 @@ class Watchdog:
         self._clock: Stopwatch | None = None
         self._since, self._next = time.monotonic(), limit_seconds
         self._stopped = threading.Event()
-        self._peers = _Peers(self._interval, self._stopped, lambda: f"step {self._step}, {self._phase}")
+        self._peers = _Peers(self._interval, self._stopped, self._state)
 
     def watch(self, step: int, clock: Stopwatch) -> None:
         """A step begins; before the first, what is watched is the start."""
@@ -51,6 +59,10 @@ class Watchdog:
     @property
     def _phase(self) -> str:
         return "start" if self._clock is None else self._clock.phase
+
+    def _state(self) -> str:
+        compiling = _is_compiling(sys._current_frames().get(self._watched))
+        return f"step {self._step}, {_COMPILING if compiling else self._phase}"
 
     @property
     def _interval(self) -> float:
@@ -73,7 +85,7 @@ class Watchdog:
         while not self._stopped.wait(self._interval):
             now = time.monotonic()
             frame = sys._current_frames().get(self._watched)
-            if _is_compiling(frame):
+            if _is_compiling(frame) or self._peers.one_compiles(now):
                 self._since += now - last
             elif now - self._since > self._next:
                 self._next *= 2
@@ -117,16 +129,21 @@ class _Peers:
                 if process != str(me) and self._heard.get(process, ("", 0.0))[0] != value:
                     self._heard[process] = (value, now)
 
+    def one_compiles(self, now: float) -> bool:
+        """Whether another process that is alive says that it is compiling: what is shared waits for it."""
+        heard = self._heard.copy().values()
+        return any(now - at <= _SILENT_LOOKS * self._interval and state.endswith(_COMPILING) for state, at in heard)
+
     def silent(self, now: float) -> str:
         """Those that have not been heard of for long, as the end of a sentence."""
-        limit = 3 * self._interval
+        limit = _SILENT_LOOKS * self._interval
         if jax.process_count() == 1:
             return ""
         if now - self._answered > limit:
             return f"; process 0, which all depend on, has not answered for {now - self._answered:.0f} s"
         found = [
             f"process {process} ({value.split(';')[1]}) for {now - at:.0f} s, last in {value.split(';')[2]}"
-            for process, (value, at) in sorted(self._heard.items())
+            for process, (value, at) in sorted(self._heard.copy().items())
             if now - at > limit
         ]
         return "; silent: " + "; ".join(found) if found else "; all other processes are alive"
@@ -134,7 +151,7 @@ class _Peers:
 
 def _is_compiling(frame: FrameType | None) -> bool:
     while frame is not None:
-        if frame.f_code.co_filename.endswith(os.path.join("jax", "_src", "compiler.py")):
+        if frame.f_code.co_filename.endswith(_OF_COMPILATION):
             return True
         frame = frame.f_back
     return False

@@ -188,6 +188,34 @@ def test_going_back_forgets_the_steps_after(directory):
         save(checkpoints, 4)
 
 
+def test_a_checkpoint_that_does_not_fit_is_not_begun(directory, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(2**30, 2**30, 2**18))
+    with Checkpoints(directory) as checkpoints:
+        with pytest.raises(CheckpointError) as caught:
+            save(checkpoints, 6)
+        assert str(caught.value) == (
+            f"cannot write checkpoint {directory / '6'}: No space left on device: it needs about 0.3 MiB of 0.2 MiB; "
+            "the newest whole one is that of step 4"
+        )
+        assert_is(checkpoints.restore(*abstract()), 4)
+
+
+def test_a_save_that_fails_in_its_middle_is_one_line_and_leaves_nothing(directory, monkeypatch):
+    def fail(unfinished):
+        raise OSError(28, os.strerror(28))
+
+    monkeypatch.setattr(integrity, "write_manifest", fail)
+    with Checkpoints(directory) as checkpoints:
+        save(checkpoints, 6)
+        with pytest.raises(CheckpointError, match=r"cannot write .*6: No space left on device; the newest .* step 4"):
+            checkpoints.wait()
+        assert sorted(path.name for path in directory.iterdir()) == ["2", "4"]
+        checkpoints.check()  # said once
+        monkeypatch.undo()
+        save(checkpoints, 6)
+    assert steps_in(directory) == [4, 6]
+
+
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.int8])
 def test_a_fingerprint_sees_any_change_and_no_mesh(dtype):
     values = np.random.default_rng(0).integers(0, 2, (8, 6)).astype(dtype)

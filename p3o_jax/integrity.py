@@ -72,8 +72,8 @@ def _digest(path: Path) -> tuple[int, int]:
 
 
 @jax.jit
-def _fingerprints(tree: Any) -> list[UInt32[Array, ""]]:
-    return [_fingerprint(leaf) for leaf in jax.tree.leaves(tree)]
+def _fingerprints(leaves: list[Array]) -> list[UInt32[Array, ""]]:
+    return [_fingerprint(leaf) for leaf in leaves]
 
 
 def _fingerprint(leaf: Array) -> UInt32[Array, ""]:
@@ -92,7 +92,14 @@ def _fingerprint(leaf: Array) -> UInt32[Array, ""]:
 
 def fingerprints(tree: Any) -> list[int]:
     """Of every array of a tree, in the order of its leaves; waits for the arrays. The same on every mesh."""
-    return [int(value) for value in jax.device_get(_fingerprints(tree))]
+    leaves = jax.tree.leaves(tree)
+    by_devices: dict[Any, list[int]] = {}  # the learner and the sampler may have devices of their own
+    for i, leaf in enumerate(leaves):
+        by_devices.setdefault(frozenset(leaf.devices()) if isinstance(leaf, jax.Array) else None, []).append(i)
+    found: dict[int, Any] = {}
+    for group in by_devices.values():
+        found |= zip(group, _fingerprints([leaves[i] for i in group]), strict=True)
+    return [int(value) for _, value in sorted(jax.device_get(found).items())]
 
 
 def difference(recorded: list[int], tree: Any) -> str | None:

@@ -27,7 +27,7 @@ import jax
 MAY_DIFFER = (
     "num_steps", "evaluate_every", "save_every", "keep_checkpoints", "keep_every", "write_rollouts_every",
     "watchdog_seconds", "watchdog_ends", "max_skipped_updates", "roll_back",
-    "mesh.slice", "mesh.data", "mesh.fsdp", "mesh.tensor", "micro_batches",
+    "mesh", "sampler_mesh", "sampler_devices", "micro_batches",
 )  # fmt: skip
 """Fields that a resumed run may change: how long it is, what it writes when, what it does when things go wrong, and how
 its devices share the work, which changes results by rounding only."""
@@ -72,7 +72,8 @@ class RunDirectory:
             argv: the command line.
             resume: whether to continue; if there is no run yet, one is started, so that the command that starts a
                 run can be the one that continues it.
-            may_differ: fields, by dotted name, in which a resumed run's configuration may differ.
+            may_differ: fields, by dotted name, in which, and in what is below which, a resumed run's configuration may
+                differ.
 
         Raises:
             FileExistsError: the directory holds a run, or something else.
@@ -111,7 +112,7 @@ class RunDirectory:
         changes = [
             f"{name} (was {old!r}, now {new!r})"
             for name, old, new in _differences(before, now)
-            if name not in may_differ
+            if not any(f"{name}.".startswith(f"{free}.") for free in may_differ)
         ]
         if changes:
             raise ValueError(

@@ -226,3 +226,5 @@ def test_a_fingerprint_sees_any_change_and_no_mesh(dtype):
     assert integrity.fingerprints(jax.device_put(values, eight)) == [whole]
     assert integrity.fingerprints(changed) != [whole]
     assert integrity.fingerprints(values[::-1]) != [whole]
+    elsewhere = jax.device_put(values, jax.devices()[1])
+    assert integrity.fingerprints({"a": elsewhere, "b": changed, "c": values})[::2] == [whole, whole]

@@ -11,7 +11,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
-from typing import Any
+from typing import Any, Literal, get_args
 
 import jax
 import numpy as np
@@ -90,8 +90,18 @@ def device_bytes(tree: Any) -> int:
     )
 
 
-def report(config: Config, devices: Sequence[jax.Device]) -> Iterator[str]:
+Program = Literal["update", "sampler"]
+
+
+def report(
+    config: Config, devices: Sequence[jax.Device], programs: Sequence[Program] = get_args(Program)
+) -> Iterator[str]:
     """Lines about the update and the sampler of a run on these devices, as they are compiled.
+
+    Args:
+        config: the run.
+        devices: what it would run on.
+        programs: which of the two are compiled.
 
     Raises:
         ValueError: the configuration does not fit the devices.
@@ -106,18 +116,22 @@ def report(config: Config, devices: Sequence[jax.Device]) -> Iterator[str]:
     remembered = (config.staleness + 1) * device_bytes(trainer.sampler.abstract_weights())
     if trainer.remembers_params:
         remembered += (config.staleness + 1) * device_bytes(lora.split(state.params)[0])
-    rows, tokens = batch.mask.shape
-    yield ""
-    yield f"update: {rows} rows x {tokens} tokens, {config.micro_batches} micro-batches"
-    yield from _update_flops(trainer, rows, tokens, len(devices), chip)
-    yield from _compiled(lambda: trainer.learner.update.lower(state, batch), remembered, "sampler weights", chip)
+    if "update" in programs:
+        rows, tokens = batch.mask.shape
+        yield ""
+        yield f"update: {rows} rows x {tokens} tokens, {config.micro_batches} micro-batches"
+        yield from _update_flops(trainer, rows, tokens, trainer.mesh.size, chip)
+        yield from _compiled(lambda: trainer.learner.update.lower(state, batch), remembered, "sampler weights", chip)
+    if "sampler" not in programs:
+        return
 
     arguments, options = abstract_sampler_arguments(trainer)
     num_rows = config.prompts_per_step * config.samples_per_prompt
     task = config.task
     yield ""
     yield f"sampler: {num_rows} rows, prompts of {task.max_prompt_tokens} and responses of {task.max_response_tokens}"
-    yield from _sampler_flops(trainer, num_rows, len(devices))
+    yield from _sampler_flops(trainer, num_rows, trainer.sampler_mesh.size)
+    yield f"  weights a device, {config.precision}: {_gib(device_bytes(trainer.sampler.abstract_weights())).strip()}"
     others = device_bytes(state) + remembered - device_bytes(trainer.sampler.abstract_weights())
     yield from _compiled(lambda: trainer.sampler.sample.lower(*arguments, **options), others, "learner", chip)
 

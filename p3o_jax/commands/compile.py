@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-USAGE = "p3o compile EXPERIMENT [VARIANT] --topology v5p:4x4x4 [--num-slices 2] [--overrides]"
+USAGE = "p3o compile EXPERIMENT [VARIANT] --topology v5p:4x4x4 [--num-slices 2] [--only sampler] [--overrides]"
 
 
 def run(arguments: Sequence[str]) -> None:
@@ -25,6 +25,7 @@ def run(arguments: Sequence[str]) -> None:
     options.add_argument("experiment", help="a module of experiments/, such as quickstart or shapes")
     options.add_argument("--topology", required=True, help="such as v5e:4x4, v5p:4x4x4, v6e:16x16, tpu7x:2x2x1")
     options.add_argument("--num-slices", type=int, default=1, help="slices of that topology, joined by a network")
+    options.add_argument("--only", choices=("update", "sampler"), help="compile one of the two programs")
     chosen, rest = options.parse_known_args(arguments)
 
     # The real device is the CPU, whatever this machine has; the described ones are only compiled for.
@@ -33,10 +34,11 @@ def run(arguments: Sequence[str]) -> None:
     module = importlib.import_module(f"experiments.{chosen.experiment}")
     runs = parse(chosen.experiment, module.__doc__.splitlines()[0], module.VARIANTS, rest)
     devices = compile_lib.topology(chosen.topology, chosen.num_slices)
+    programs: list[compile_lib.Program] = [chosen.only] if chosen.only else ["update", "sampler"]
     fits = True
     for variant, asked in runs.items():
         print(f"{chosen.experiment} {variant} on {chosen.num_slices} x {chosen.topology}")
-        for line in compile_lib.report(asked.config, devices):
+        for line in compile_lib.report(asked.config, devices, programs):
             print(line, flush=True)
             fits &= "does not fit" not in line
         print()

@@ -39,6 +39,7 @@ def test_a_report_is_of_the_programs_that_run():
     kinds = [line.split()[0] for line in lines if "in the program" in line]
     assert {"all-gather", "all-reduce", "reduce-scatter"} <= set(kinds)
     assert sum(line.startswith("  collectives") for line in lines) == 2
+    assert sum(line.startswith("  weights a device, float32/float32/float32: ") for line in lines) == 1
 
 
 def test_the_batch_is_the_one_that_a_run_makes():

@@ -24,6 +24,7 @@ from p3o_jax.rewards.pool import Verifiers
 from p3o_jax.sharding import MeshShape
 from p3o_jax.tasks import SortDigits
 from p3o_jax.train import train
+from p3o_jax.trainer import Trainer
 from p3o_jax.types import Batch, Inputs
 from p3o_jax.warm_start import WarmStart
 from p3o_jax.writers import read_metrics
@@ -138,6 +139,24 @@ def test_a_sampler_with_devices_of_its_own_gives_the_same_run(tmp_path):
         for a, b in zip(*(rollouts(tmp_path / name, step) for name in ("one", "apart")), strict=True):
             assert a["token_ids"] == b["token_ids"]
             np.testing.assert_allclose(a["behaviour_log_probs"], b["behaviour_log_probs"], atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"sampler_devices": 8}, "sampler_devices=8: each of the 1 hosts must .* keep some of its 8 for the learner"),
+        ({"sampler_mesh": MeshShape(tensor=3)}, "sampler_mesh: data x fsdp x tensor = .* x 3 does not use each of"),
+        ({"sampler_mesh": MeshShape(data=1, tensor=8)}, "mesh: tensor=8 does not divide the 12 vocabulary of weight"),
+        ({"precision": Precision("int4", scales="block", block_size=12)}, "precision.block_size=12 does not divide"),
+        (
+            {"precision": Precision("int4", scales="block", block_size=16)},
+            "block_size=16 does not divide the 8 head_dim",
+        ),
+    ],
+)
+def test_a_sampler_that_does_not_fit_is_refused_before_anything_compiles(changes, message):
+    with pytest.raises(ValueError, match=message):
+        Trainer(replace(SMALL, **changes), jax.devices())
 
 
 def test_a_resumed_run_is_the_run(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -89,3 +90,15 @@ def test_the_table_reads_what_the_runs_wrote(tmp_path):
     header, row = summary({"p3o": tmp_path}, {"p3o": 90.0}).splitlines()
     assert header.split() == ["variant", "pass@1", "before", "after", "greedy", "ESS", "mean", "ESS", "min", "minutes"]
     assert row.split() == ["p3o", "0.250", "0.750", "1.000", "0.800", "0.600", "1.5"]
+
+
+@pytest.mark.parametrize("module", ["experiments.quickstart", "p3o_jax.tool"])
+def test_output_that_nobody_reads_ends_quietly(module):
+    """As by `| head`, which closes the pipe."""
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", module, "--help"]
+    process = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, timeout=120)
+    os.close(write)
+    assert process.returncode == 141
+    assert process.stderr == ""

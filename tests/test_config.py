@@ -83,6 +83,8 @@ def test_a_damaged_config_is_refused_by_field(change, message):
         ({"staleness": -1}, "staleness must not be negative, got -1"),
         ({"sampler_devices": -1}, "sampler_devices must not be negative, got -1"),
         ({"num_steps": 0}, "num_steps must be at least 1"),
+        ({"keep_checkpoints": 0}, "keep_checkpoints must be at least 1"),
+        ({"watchdog_seconds": -1.0}, "watchdog_seconds must not be negative"),
         ({"samples_per_prompt": 0}, "samples_per_prompt must be at least 1"),
         ({"sampler_temperature": 0.0}, "sampler_temperature must be positive"),
         ({"learner_temperature": -1.0}, "learner_temperature must be positive"),

@@ -93,7 +93,11 @@ def test_sigterm_to_one_saves_on_both_at_the_same_step(tmp_path):
             ended.append(int(found[0][0]))
             assert steps_in(tmp_path / "run" / "checkpoints")[-1] == ended[-1]
     assert 0 < ended[0] < ended[1]
-    assert [line["step"] for line in read_metrics(tmp_path / "run")] == list(range(1, ended[1] + 1))
+    # And one process alone goes on from there.
+    flags = ("--resume", "--run-dir", str(tmp_path / "run"), "--num-steps", str(ended[1] + 2))
+    alone = Process(tmp_path / "log", *flags, JAX_NUM_CPU_DEVICES="4")
+    assert alone.ends(120) == 0, alone.said[-3000:]
+    assert [line["step"] for line in read_metrics(tmp_path / "run")] == list(range(1, ended[1] + 3))
 
 
 @pytest.mark.long

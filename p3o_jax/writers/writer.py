@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -102,10 +103,14 @@ class Writer:
                 write_atomically(path, "".join(lines))
 
     def flush(self) -> None:
-        """Hands all events to the operating system."""
+        """Brings everything to the disk, so that a checkpoint that follows is not newer than what leads to it."""
         if self._events is not None:
             with _naming(self._dir):
                 self._events.flush()
+                for path in (self._metrics_path, *self._dir.glob("events.out.tfevents.*")):
+                    if path.exists():
+                        with open(path, "rb") as file:
+                            os.fsync(file.fileno())
 
     def close(self) -> None:
         """Flushes and closes."""

@@ -94,6 +94,12 @@ def test_what_is_missing_is_named(objective, message):
         objective_loss(objective, **two_tokens([1, 1], [1, 1]))
 
 
+@pytest.mark.parametrize("name", ["mask", "behaviour_log_probs"])
+def test_what_every_objective_needs_is_named_too(name):
+    with pytest.raises(ValueError, match=f"{name} is None: every objective needs it"):
+        objective_loss(P3O(), **two_tokens([1, 1], [1, 1]) | {name: None})
+
+
 def test_a_support_that_does_not_fit_the_form():
     arguments = random_batch()
     with pytest.raises(ValueError, match="whole vocabulary"):

@@ -13,8 +13,8 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
 
-from p3o_jax import sharding
-from p3o_jax.checkpoint import newest_step
+from p3o_jax import integrity, sharding
+from p3o_jax.checkpoint import best_step, newest_step
 from p3o_jax.config import Config, load
 from p3o_jax.models.architecture import TransformerConfig
 from p3o_jax.models.families import adapted, read_config
@@ -55,7 +55,7 @@ def load_policy(
     """A policy by name. Called by all processes alike.
 
     Args:
-        name: the directory of a run, with @STEP for another checkpoint than its newest; or a directory with
+        name: the directory of a run, with @STEP or @best for another checkpoint than its newest; or a directory with
             config.json and safetensors, a .gguf file, or smollm2-135m.
         mesh: where its parameters go.
         chat: of a published model, whether prompts go into its chat template if it has one. A run's own setting holds.
@@ -65,13 +65,13 @@ def load_policy(
 
     Raises:
         FileNotFoundError: there is no such model, run or checkpoint.
-        ValueError: a model that cannot be read.
+        ValueError: a model that cannot be read, or a checkpoint that is damaged.
     """
     directory, _, step = name.rpartition("@")
-    if not step.isdecimal() or not Path(directory).is_dir():
+    if not (step.isdecimal() or step == "best") or not Path(directory).is_dir():
         directory, step = name, ""
     if (Path(directory) / "checkpoints").is_dir():
-        return _of_run(name, RunDirectory(Path(directory)), int(step) if step else None, mesh, dtype)
+        return _of_run(name, RunDirectory(Path(directory)), step, mesh, dtype)
     if (Path(name) / "command.txt").is_file():
         raise FileNotFoundError(f"{name} is a run without a checkpoint yet")
     pretrained = Pretrained(name, chat, system_prompt)
@@ -85,14 +85,19 @@ def load_policy(
     return Policy(name, model, params, pretrained.tokenizer(stored))
 
 
-def _of_run(name: str, directory: RunDirectory, step: int | None, mesh: Mesh, dtype: DTypeLike) -> Policy:
+def _of_run(name: str, directory: RunDirectory, step: str, mesh: Mesh, dtype: DTypeLike) -> Policy:
     path = directory.path
     config = load(path / "config.json")
-    found = newest_step(directory.checkpoints) if step is None else step
+    found = best_step(directory.checkpoints) if step == "best" else int(step or newest_step(directory.checkpoints))
+    if found is None:
+        raise FileNotFoundError(f"{path} has no checkpoint that was evaluated")
     checkpoint = directory.checkpoints / str(found)
     if not checkpoint.is_dir():
         there = sorted(int(entry.name) for entry in directory.checkpoints.glob("*") if entry.name.isdigit())
         raise FileNotFoundError(f"{path} has no checkpoint of step {found}; it has {there or 'none'}")
+    problem = integrity.damage(checkpoint)
+    if problem is not None:
+        raise ValueError(f"{checkpoint} is damaged: {problem}; {path}@STEP takes another")
     if config.pretrained is None:
         tokenizer = config.task.tokenizer
     else:

@@ -40,7 +40,8 @@ class Watchdog:
         """
         Args:
             limit_seconds: how long a step may take; it is reported then, and whenever that has doubled. 0: for ever.
-            end: called with the line when it is reported, in the watchdog's thread; may end the process.
+            end: called with the line when a step is reported, in the watchdog's thread; may end the process. It is not
+                called for the start, which may load or train for long.
             report: is given the line too.
         """
         self._limit, self._end, self._report = limit_seconds, end, report
@@ -91,7 +92,7 @@ class Watchdog:
                 self._next *= 2
                 message = self._message(now, frame)
                 self._report(message)
-                if self._end is not None:
+                if self._end is not None and self._clock is not None:
                     self._end(message)
             last = now
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import jax
@@ -118,6 +119,14 @@ def test_what_is_not_there_is_named(run, tmp_path):
         load_policy(f"{directory}@7", mesh)
     with pytest.raises(FileNotFoundError, match="neither a directory"):
         load_policy("qwen", mesh)
+    with pytest.raises(FileNotFoundError, match="has no checkpoint that was evaluated"):
+        load_policy(f"{directory}@best", mesh)
+    damaged = Path(shutil.copytree(directory, tmp_path / "damaged"))
+    (damaged / "checkpoints" / "2" / "state" / "_METADATA").unlink()
+    with pytest.raises(
+        ValueError, match=r"checkpoints/2 is damaged: state/_METADATA is missing; .*@STEP takes another"
+    ):
+        load_policy(str(damaged), mesh)
     (tmp_path / "command.txt").touch()
     with pytest.raises(FileNotFoundError, match="is a run without a checkpoint yet"):
         load_policy(str(tmp_path), mesh)

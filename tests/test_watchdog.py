@@ -71,6 +71,9 @@ def test_without_a_limit_nothing_is_watched():
 
 def test_whoever_wants_to_end_the_process_is_told():
     told = []
-    with Watchdog(0.1, end=told.append, report=lambda line: None):
+    with Watchdog(0.1, end=told.append, report=lambda line: None) as watchdog:
         time.sleep(0.25)
-    assert told and "the limit is 0.1 s" in told[0]
+        assert told == []  # the start may take long
+        watchdog.watch(1, Stopwatch(1, "sample"))
+        time.sleep(0.25)
+    assert told and "step 1 has taken 0 s, the limit is 0.1 s" in told[0]

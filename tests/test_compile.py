@@ -107,3 +107,37 @@ def test_a_small_topology_compiles():
     assert "4 devices, TPU v5 lite (16 GiB each): data 2 x fsdp 2" in result.stdout
     assert result.stdout.count("total") == 2 and "does not fit" not in result.stdout
     assert "reduce-scatter" in result.stdout or "all-reduce" in result.stdout
+
+
+@pytest.mark.long
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs the extra tpu")
+def test_the_weights_of_a_compiled_sampler_take_what_their_format_promises():
+    """Two layers of Qwen3-4B's widths in int8, shared by four devices, compiled for TPUs that are not there. In it the
+    layers' products take a byte a number and four a scale, the rest two a number."""
+    from experiments.shapes import QWEN3_4B
+    from p3o_jax.compile import topology
+    from p3o_jax.precision import parse
+    from p3o_jax.sampler import AS_THEY_ARE, Sampler, SamplingLimits
+    from p3o_jax.sampler.loop import Options
+    from p3o_jax.sampler.sampling import NOTHING_CUT
+    from p3o_jax.sharding import batch_spec, make_mesh
+
+    c, vocabulary, shared = replace(QWEN3_4B, num_layers=2), 1024, 4
+    mesh = make_mesh(MeshShape(tensor=shared), topology("v5e:2x2"))
+    sampler = Sampler(c, vocabulary, SamplingLimits(64, 64, (0,)), parse("int8/int8/int8"), mesh)
+    request, _ = sampler.requests([[1] * 64], [0], AS_THEY_ARE)
+    place = jax.sharding.NamedSharding(mesh, batch_spec(mesh))
+    requests = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct((8, *leaf.shape[1:]), leaf.dtype, sharding=place), request
+    )
+    options = Options(4, False, NOTHING_CUT, None)
+    key = jax.eval_shape(jax.random.key, 0)
+    compiled = sampler.sample.lower(sampler.abstract_weights(), requests, key, options=options).compile()
+
+    heads, kv_heads = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+    products = c.embed_dim * (2 * heads + 2 * kv_heads + 3 * c.mlp_dim)
+    scales = 4 * (heads + 2 * kv_heads + 2 * c.mlp_dim) // shared + 4 * 2 * c.embed_dim  # outputs; the last are whole
+    norms = 2 * (2 * c.embed_dim + 2 * c.head_dim)
+    promised = 2 * (products // shared + scales + norms) + 2 * (vocabulary // shared + 1) * c.embed_dim
+    assert device_bytes(sampler.abstract_weights().params) == promised
+    assert promised <= compiled.memory_analysis().argument_size_in_bytes <= 1.01 * promised

@@ -139,7 +139,8 @@ class Learner:
         finite = jnp.isfinite(loss) & jnp.isfinite(gradient_norm)
 
         trained, kept = lora.split(state.params)
-        updates, opt_state = self._optimizer.update(gradients, state.opt_state, trained)
+        with jax.named_scope("optimizer"):
+            updates, opt_state = self._optimizer.update(gradients, state.opt_state, trained)
         factor = self.objective.learning_rate_factor(statistics)
         params = optax.apply_updates(trained, jax.tree.map(lambda update: update * factor, updates))
 
@@ -257,6 +258,7 @@ class Learner:
         looks_first = chooses_support or (wanted and self.micro_batches > 1)
         whole_batch = looks_first and objective.statistics_scope == "batch"
 
+        @jax.named_scope("statistics")
         def look(rows: Batch):
             """The gradient-free pass: a snapshot if one is to be taken, and statistics if they are the batch's."""
             seen = self._distributions(local_params, rows, self._support_of(rows))
@@ -273,6 +275,7 @@ class Learner:
             statistics = objective.statistics(jax.lax.stop_gradient(policy), rows)
             return metrics_lib.all_reduce(statistics, axes)
 
+        @jax.named_scope("loss")
         def local_loss(trained: nnx.State, rows: Batch):
             """This device's share of the loss, so that its gradient is a share of the gradient."""
             policy = self._policy(lora.join(trained, kept), rows)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -225,7 +226,7 @@ TAGS = {
 def test_a_run_leaves_what_one_needs_to_read_it(tmp_path, monkeypatch):
     monkeypatch.setitem(CHIPS, jax.devices()[0].device_kind, Chip(1, 1e12))  # without a peak there is no MFU
     path = tmp_path / "run"
-    lines = run(path, argv=["python", "-m", "something"])
+    lines = run(path, argv=["python", "-m", "something"], profile_steps=range(2, 4))
     assert config_lib.load(path / "config.json") == SMALL
     assert path.joinpath("command.txt").read_text() == "python -m something\n"
     assert json.loads(path.joinpath("environment.json").read_text())[0]["packages"]["jax"]
@@ -247,6 +248,11 @@ def test_a_run_leaves_what_one_needs_to_read_it(tmp_path, monkeypatch):
     assert results["settings"]["samples"] == SMALL.evaluation_samples
     completions = (path / "evaluations" / "step_4" / "sort_digits.jsonl").read_text().splitlines()
     assert len(completions) == 11 * (SMALL.evaluation_samples + 1)  # and the most likely one
+    (trace,) = path.glob("plugins/profile/*/*.trace.json.gz")
+    events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
+    names = [event["name"] for event in events if event.get("ph") == "X"]
+    for phase in ("step", "sample", "score", "learn", "evaluate", "write", "save"):
+        assert names.count(phase) == 2, phase
     row = rollouts(path, 1)[0]
     assert len(row["tokens"]) == len(row["log_ratios"]) == len(row["behaviour_log_probs"]) == len(row["token_ids"])
     assert row["prompt"].endswith("=")

@@ -128,6 +128,7 @@ def sample(
         rows=_empty_rows(requests, prompt_of, options, limits, model.vocab_size),
     )
 
+    @jax.named_scope("decode")
     def step(state: _Loop) -> _Loop:
         """Feeds the tokens drawn last, fills slots that are free, and draws the next tokens."""
         row = jnp.minimum(state.row, num_rows - 1)
@@ -158,6 +159,7 @@ def sample(
     )
 
 
+@jax.named_scope("prefill")
 def _prefill(
     model: Transformer, requests: Requests, slots: int, cache_format: str
 ) -> tuple[Float[Array, "N V"], KVCache]:

@@ -1,0 +1,127 @@
+"""What it costs to see a run and to keep it: everything on, against neither logging nor checkpoints.
+
+    python -m experiments.benchmarks.overhead [--segments 10]
+
+The quickstart's P3O run, from where a real one starts. Segments of 20 steps with everything on (scalars, histograms, the
+stored log-ratios, rollouts and samples, a checkpoint that is waited for, status, watchdog) and with nothing of it, in
+turn, in one process, so that what else the machine does falls on both. What the update itself computes for its metrics
+is in both; it is part of the algorithm's program. Evaluations, a choice of their own, are in neither.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import NamedTuple
+
+import numpy as np
+import tyro
+
+from experiments.quickstart import p3o
+from p3o_jax.checkpoint import newest_step
+from p3o_jax.compilation_cache import enable_compilation_cache
+from p3o_jax.config import Config, hyperparameters, to_json
+from p3o_jax.lifecycle import Lifecycle
+from p3o_jax.prompts import prompt_batches
+from p3o_jax.rollouts import make_batch, readable, rollout_metrics
+from p3o_jax.run_directory import RunDirectory
+from p3o_jax.stopwatch import Stopwatch
+from p3o_jax.trainer import RunState, Trainer
+from p3o_jax.writers import Progress, Writer
+
+SEGMENT = 20
+
+
+@dataclass(frozen=True)
+class Overhead:
+    """How long to measure."""
+
+    segments: int = 10
+    """Segments of 20 steps of each kind."""
+
+
+class Seen(NamedTuple):
+    """What records a run; None: nothing does."""
+
+    writer: Writer
+    life: Lifecycle
+    progress: Progress
+
+
+def steps(trainer: Trainer, run: RunState, prompts, count: int, seen: Seen | None) -> RunState:
+    """As `train` makes them."""
+    config = trainer.config
+    made, state, ring, loop = run
+    for step in range(made + 1, made + count + 1):
+        clock = seen.life.begin(step) if seen else Stopwatch(step, "sample")
+        of_step = next(prompts)
+        asked = trainer.local(of_step)
+        rollout = trainer.sample(ring, asked, step)
+        clock.begin("score")
+        scores, of_scores = trainer.agree_on(trainer.scorer(asked, rollout), rollout)
+        advantages = trainer.advantages(scores, rollout.group)
+        temperature = config.learner_temperature
+        batch = make_batch(rollout, advantages, learner_temperature=temperature, step=step - 1, kept=scores.known)
+        clock.begin("learn")
+        state, metrics, of_tokens = trainer.learn(state, batch, rollout.group, ring.behaviour[1], Path("nonfinite.npz"))
+        ring.push(step, trainer.remember(state, step))
+        clock.begin("write")
+        if seen:
+            metrics |= of_scores | rollout_metrics(rollout, step - 1, config.task.max_response_tokens)
+            metrics |= trainer.speed(clock.seconds, rollout)
+            seen.progress.update(step, seen.writer.write(step, metrics))
+            if config.is_due(step, config.write_rollouts_every):
+                rows = rollout, np.asarray(scores.rewards), advantages, trainer.token_log_probs(batch, of_tokens)
+                seen.writer.rollouts(step, readable(of_step, *rows, tokenizer=trainer.tokenizer))
+            clock.begin("save")
+            seen.life.end_step(RunState(step, state, ring, loop), metrics)
+        clock.end()
+    return RunState(made + count, state, ring, loop)
+
+
+def main(asked: Overhead) -> None:
+    """Prints seconds a step of both kinds, and their ratio."""
+    enable_compilation_cache()
+    total = SEGMENT * (2 * asked.segments + 2)
+    on = replace(p3o(), num_steps=total + 1, evaluate_every=0, save_every=SEGMENT, write_rollouts_every=SEGMENT)
+    off: Config = replace(on, write_rollouts_every=0)
+    trainers = {True: Trainer(on), False: Trainer(off)}
+    with tempfile.TemporaryDirectory() as directory:
+        opened = RunDirectory.open(Path(directory, "run"), to_json(on), ["overhead"])
+        with (
+            Writer(opened.path) as writer,
+            Lifecycle(trainers[True], opened, before_save=writer.flush) as life,
+            Progress(total) as progress,
+            trainers[True].scorer,
+            trainers[False].scorer,
+        ):
+            writer.describe(hyperparameters(on))
+            seen = Seen(writer, life, progress)
+            run = life.start()
+            prompts = prompt_batches(
+                on.task, on.seed, on.prompts_per_step, position=0, tokenizer=trainers[True].tokenizer
+            )
+            spent: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
+            for turn in range(-2, 2 * asked.segments):  # the first of each kind compiles
+                recorded = turn % 4 in (0, 3)  # on, off, off, on: neither is always the later
+                started = time.perf_counter(), time.process_time()
+                run = steps(trainers[recorded], run, prompts, SEGMENT, seen if recorded else None)
+                while recorded and newest_step(opened.checkpoints) < run.step:  # what is written falls on its own kind
+                    time.sleep(0.005)
+                if turn >= 0:
+                    spent[recorded].append((time.perf_counter() - started[0], time.process_time() - started[1]))
+    for index, kind in enumerate(("wall", "processor")):
+        with_all, without = ([each[index] / SEGMENT for each in spent[recorded]] for recorded in (True, False))
+        ratios = [a / b for a, b in zip(with_all, without, strict=True)]
+        print(
+            f"{kind:9} time a step: {sum(with_all) / len(with_all):.4f} s with everything on, "
+            f"{sum(without) / len(without):.4f} s without; ratio {sum(with_all) / sum(without):.3f}, "
+            f"median over pairs {median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})"
+        )
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Overhead, description=__doc__.splitlines()[0]))

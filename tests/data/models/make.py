@@ -8,12 +8,15 @@ families     NAME/            a random model as `transformers` saves it, and gol
 smollm2      smollm2.npz      logits of SmolLM2-135M-Instruct out of its GGUF file, at some entries of the vocabulary
              smollm2.json     texts with their token ids; prompts with their greedy answers
 templates    templates.json   chat templates and chats, as rendered by `apply_chat_template`
+check=DIR    writes nothing: whether `transformers` computes the golden logits from these models loaded and exported,
+             which `python -m tests.models.stored_models DIR` does, with this project's own environment
 """
 
 from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -172,11 +175,31 @@ def templates() -> None:
     write("templates.json", {"special_tokens": special, "chats": CHATS, "rendered": rendered})
 
 
+def check(directory: Path) -> None:
+    for name in FAMILIES:
+        model = AutoModelForCausalLM.from_pretrained(directory / name, dtype=torch.float32, attn_implementation="eager")
+        golden = np.load(HERE / name / "golden.npz")
+        worst = 0.0
+        with torch.no_grad():
+            for tokens, length, logits in zip(golden["tokens"], golden["lengths"], golden["logits"], strict=True):
+                found = model.eval()(torch.tensor(tokens[None, :length])).logits[0].numpy()
+                worst = max(worst, np.abs(found - logits[:length]).max())
+        print(f"{name:8} largest difference {worst:.1e}")
+        if worst > 1e-4:
+            sys.exit(f"{name}: the exported model is another one")
+
+
 def write(name: str, values: dict) -> None:
-    (HERE / name).write_text(json.dumps(values, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    text = json.dumps(values, indent=1, ensure_ascii=False)
+    text = re.sub(r"\[\s+(\d+(?:,\s+\d+)*)\s+\]", lambda ids: "[" + " ".join(ids[1].split()) + "]", text)
+    (HERE / name).write_text(text + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
     print("transformers", transformers.__version__, "torch", torch.__version__)
     for part in sys.argv[1:] or ("families", "smollm2", "templates"):
-        {"families": families, "smollm2": smollm2, "templates": templates}[part]()
+        verb, _, where = part.partition("=")
+        if verb == "check":
+            check(Path(where))
+        else:
+            {"families": families, "smollm2": smollm2, "templates": templates}[verb]()

@@ -94,11 +94,19 @@ class Learner:
 
     def init(self, key: Array) -> TrainState:
         """Random parameters, created where they belong on the mesh."""
+        return self.init_from(jax.jit(self._random, out_shardings=self._shardings(self._specs))(key))
 
-        def create(key: Array) -> nnx.State:
-            return nnx.state(Transformer(self._config, self._vocab_size, nnx.Rngs(params=key)))
+    def init_with(self, key: Array, weights: nnx.State) -> TrainState:
+        """Given weights, whose buffers are taken over, and beside them random adapters if the model has any."""
+        params = weights
+        if self._config.lora is not None:
+            places = lora.split(self._shardings(self._specs))[0]
+            adapters = jax.jit(lambda key: lora.split(self._random(key))[0], out_shardings=places)(key)
+            params = lora.join(adapters, weights)
+        return jax.jit(self._fresh, out_shardings=self.state_shardings(), donate_argnums=0)(params)
 
-        return self.init_from(jax.jit(create, out_shardings=self._shardings(self._specs))(key))
+    def _random(self, key: Array) -> nnx.State:
+        return nnx.state(Transformer(self._config, self._vocab_size, nnx.Rngs(params=key)))
 
     def init_from(self, params: nnx.State) -> TrainState:
         """A fresh optimizer for given parameters, which are copied."""

@@ -120,10 +120,11 @@ class Trainer:
         Args:
             pause: called now and then during the warm start, and may raise.
         """
-        state = self.learner.init(self.key(_INIT))
-        if self._stored is not None:
+        if self._stored is None:
+            state = self.learner.init(self.key(_INIT))
+        else:
             weights = load_params(self._stored, self.config.model, self.mesh)
-            state = self.learner.init_from(lora.with_weights(state.params, weights))
+            state = self.learner.init_with(self.key(_INIT), weights)
         warm_start = self.config.warm_start
         if warm_start is not None:
             teacher = Learner(

@@ -71,7 +71,10 @@ def open_model(name: str) -> StoredModel:
         return open_gguf(path)
     if name == EMBEDDED:
         return open_gguf(_embedded())
-    raise FileNotFoundError(f"no model {name!r}: it is neither a directory, nor a .gguf file, nor {EMBEDDED}")
+    raise FileNotFoundError(
+        f"no model {name!r}: it is neither a directory, nor a .gguf file, nor {EMBEDDED}; one of the Hugging Face hub "
+        "is fetched with: hf download NAME --local-dir DIRECTORY"
+    )
 
 
 def _embedded() -> Path:

@@ -61,6 +61,15 @@ def test_with_b_at_zero_it_is_the_model_without():
     np.testing.assert_array_equal(log_probs(adapted, params), log_probs(plain, base))
 
 
+@pytest.mark.parametrize("model", [PLAIN, MODEL])
+def test_given_weights_are_taken_over_with_random_adapters_beside_them(model):
+    key = jax.random.key(0)
+    plain, learner = (make_learner(config, MeshShape(fsdp=2, tensor=2)) for config in (PLAIN, model))
+    state = learner.init_with(key, plain.init(key).params)
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(state), jax.device_get(learner.init(key)))
+    assert jax.tree.map(lambda leaf: leaf.sharding, state) == learner.state_shardings()
+
+
 def test_only_adapters_change_and_only_they_have_moments(updated):
     _, start, state = updated
     before, after = flat(start), flat(state.params)

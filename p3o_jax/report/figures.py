@@ -124,7 +124,8 @@ def sections(groups: Sequence[Group]) -> dict[str, list[Drawn]]:
         panels = (*evaluations, *panels) if section == "Learning" else panels
         drawn = [figure for figure in (_over_steps(groups, panel) for panel in panels) if figure]
         if section == "Off-policyness":
-            drawn += [figure for figure in (ess_by_position(groups), ess_against_reward(groups)) if figure]
+            parts = (ess_of_parts(groups, part, label) for part, label in PARTS.items())
+            drawn += [figure for figure in (*parts, ess_against_reward(groups)) if figure]
         if drawn:
             found[section] = drawn
     return found
@@ -190,9 +191,17 @@ def _over_steps(groups: Sequence[Group], panel: Panel) -> Drawn | None:
     return Drawn(_name(panel.tags[0]), panel.title, panel.note, figure)
 
 
-def ess_by_position(groups: Sequence[Group]) -> Drawn | None:
-    """Where in a response the ratios spread."""
-    prefix = "policy/ess/position="
+PARTS = {
+    "position": "token of the response",
+    "staleness": "rollout steps since its policy",
+    "source": "task of the mixture",
+}
+"""By what the ESS is taken apart, and what its axis is called."""
+
+
+def ess_of_parts(groups: Sequence[Group], part: str, label: str) -> Drawn | None:
+    """Which tokens' ratios spread; None if there is but one part."""
+    prefix = f"policy/ess/{part}="
     tags = {tag for group in groups for run in group.runs for tag in run.tags if tag.startswith(prefix)}
     tags_in_order = sorted(tags, key=lambda tag: int(tag.removeprefix(prefix).split("-")[0]))
     if len(tags_in_order) < 2:
@@ -208,8 +217,8 @@ def ess_by_position(groups: Sequence[Group]) -> Drawn | None:
             axes.errorbar(x, mean, bars, color=colour, linestyle=dashes, marker="o", markersize=4, capsize=2)
     axes.set_xticks(range(len(tags_in_order)), [tag.removeprefix(prefix).replace("-", "–") for tag in tags_in_order])
     axes.margins(x=0.1)
-    axes.set_xlabel("token of the response")
-    return Drawn("ess_by_position", "ESS by position", "at the end of the run; bars: standard error", figure)
+    axes.set_xlabel(label)
+    return Drawn(f"ess_by_{part}", f"ESS by {part}", "at the end of the run; bars: standard error", figure)
 
 
 def ess_against_reward(groups: Sequence[Group]) -> Drawn | None:

@@ -14,6 +14,7 @@ _INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?([\w.\-]+) = (.*)$")
 _OPERATION = re.compile(r"^(?P<type>\(.*?\)|\S+) (?P<name>[\w\-]+)\((?P<operands>[^)]*)\)")
 _SHAPE = re.compile(r"\b(pred|[a-z]+\d+[a-z0-9]*)\[([\d,]*)\]")
 _CALLED = re.compile(r"(?:calls|to_apply|body|called_computation)=%?([\w.\-]+)")
+_LOOP = re.compile(r" while\(.*?condition=%?([\w.\-]+), body=%?([\w.\-]+)")
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 
 
@@ -41,6 +42,52 @@ def collectives(text: str) -> list[Collective]:
     ]
 
 
+class Instruction(NamedTuple):
+    """One instruction of the program text."""
+
+    name: str  # of the operation
+    size_bytes: int  # of its result
+    op_name: str  # where it comes from in the traced program
+
+
+def instructions_in_open_loops(text: str) -> list[Instruction]:
+    """What runs at the turns of loops that end on a condition rather than a count, such as decoding; with what they
+    call: fused computations, branches, inner loops."""
+    computations = _computations(text)
+    inside: set[str] = set()
+
+    def visit(name: str) -> None:
+        if name in inside or name not in computations:
+            return
+        inside.add(name)
+        for line in computations[name]:
+            for callee in _called(line):
+                visit(callee)
+
+    for lines in computations.values():
+        for line in lines:
+            if (loop := _LOOP.search(line)) and "known_trip_count" not in line:
+                visit(loop[2])
+    found = []
+    for name in inside:
+        for line in computations[name]:
+            instruction = _INSTRUCTION.match(line)
+            operation = _OPERATION.match(instruction[2]) if instruction else None
+            if operation is not None:
+                op_name = re.search(r'op_name="([^"]*)"', line)
+                size = _num_bytes(operation["type"])
+                found.append(Instruction(operation["name"], size, op_name[1] if op_name else ""))
+    return found
+
+
+def _called(line: str) -> list[str]:
+    """The computations that an instruction calls."""
+    called = _CALLED.findall(line)
+    for branches in _BRANCHES.findall(line):
+        called += [branch.strip().lstrip("%") for branch in branches.split(",")]
+    return called
+
+
 def _entry(text: str) -> str:
     return re.search(r"^ENTRY %?([\w.\-]+)", text, re.MULTILINE)[1]
 
@@ -64,14 +111,11 @@ def _executions(computations: dict[str, list[str]], entry: str) -> dict[str, int
     def visit(name: str, times: int) -> None:
         total[name] += times
         for line in computations[name]:
-            loop = re.search(r" while\(.*?condition=%?([\w.\-]+), body=%?([\w.\-]+)", line)
+            loop = _LOOP.search(line)
             if loop:
                 visit(loop[2], times * _trip_count(computations[loop[1]], line))
                 continue
-            called = _CALLED.findall(line)
-            for branches in _BRANCHES.findall(line):
-                called += [branch.strip().lstrip("%") for branch in branches.split(",")]
-            for callee in called:
+            for callee in _called(line):
                 if callee in computations:
                     visit(callee, times)
 

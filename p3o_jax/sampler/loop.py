@@ -171,16 +171,19 @@ def _prefill(
         last = jnp.take_along_axis(hidden, (length - 1)[:, None, None], axis=1)[:, 0]
         return model_logits(model, last), cache.stored_as(cache_format)
 
-    tokens, length = requests.tokens, requests.length
-    if len(tokens) <= slots:
-        return forward(tokens, length)
+    num_prompts = len(requests.tokens)
+    num_parts = -(-num_prompts // slots)
+    if num_parts == 1:
+        return forward(requests.tokens, requests.length)
+    size = -(-num_prompts // num_parts)
+    last = np.minimum(np.arange(num_parts * size), num_prompts - 1).reshape(num_parts, size)  # which fills the parts up
+    logits, cache = jax.lax.map(lambda part: forward(*part), (requests.tokens[last], requests.length[last]))
 
-    def one(prompt: tuple[Array, Array]) -> tuple[Array, KVCache]:
-        logits, cache = forward(prompt[0][None], prompt[1][None])
-        return logits[0], jax.tree.map(lambda array: array[:, 0], cache)
+    def whole(array: Float[Array, "parts L n ..."]) -> Float[Array, "L N ..."]:
+        array = jnp.moveaxis(array, 0, 1)
+        return array.reshape(array.shape[0], -1, *array.shape[3:])[:, :num_prompts]
 
-    logits, cache = jax.lax.map(one, (tokens, length), batch_size=slots)
-    return logits, jax.tree.map(lambda array: jnp.moveaxis(array, 0, 1), cache)
+    return logits.reshape(-1, logits.shape[-1])[:num_prompts], jax.tree.map(whole, cache)
 
 
 def _empty_rows(requests: Requests, prompt_of: np.ndarray, options: Options, limits: Limits, vocab_size: int) -> _Rows:

@@ -1,0 +1,170 @@
+"""Tokens a second of the sampler: by batch and length, with and without refill, and what a user would otherwise take.
+
+    python -m experiments.benchmarks.sampler [--tunix PYTHON] [--torch PYTHON] [--rounds 9]
+
+PYTHON is that of an environment with google-tunix==0.1.7 and jax==0.10.2, or with torch and transformers; from the
+repository root. About six minutes. Those that are compared take turns, and figures are medians over the rounds.
+
+RESULTS
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from experiments.benchmarks import shape
+from experiments.benchmarks.learner import MODEL, served_step
+from p3o_jax.models.kv_cache import KVCache, num_bytes
+from p3o_jax.models.transformer import Transformer, abstract_model
+from p3o_jax.precision import Precision
+from p3o_jax.sampler import AS_THEY_ARE, Sampler, SamplingLimits
+from p3o_jax.sampler.loop import model_logits
+from p3o_jax.sampler.sampling import RowSampling, draw, sampled_log_probs
+from p3o_jax.sharding import make_mesh
+
+WIDE = replace(MODEL, context_tokens=1 << 16)
+
+
+def our_step(
+    rows: int, prompt: int, response: int, *, limits: list[int] | None = None, slots: int | None = None
+) -> Callable[..., None]:
+    """Rows sampled on one device, each up to its limit, compiled."""
+    mesh = make_mesh(devices=jax.devices()[:1])
+    settings = SamplingLimits(prompt, response, eos_ids=(), slots=slots)
+    sampler = Sampler(WIDE, shape.VOCABULARY, settings, Precision(), mesh)
+    weights = sampler.synchronise(nnx.state(Transformer(WIDE, shape.VOCABULARY, nnx.Rngs(0))))
+    prompts = np.random.default_rng(0).integers(shape.VOCABULARY, size=(rows, prompt)).tolist()
+
+    def step(limits: list[int] | None = limits) -> None:
+        rollout = sampler(weights, prompts, range(rows), key=jax.random.key(0), response_limits=limits)
+        jax.block_until_ready(rollout)
+
+    step()
+    return step
+
+
+def medians(measures: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
+    """Seconds of each, taking turns."""
+    found: dict[str, list[float]] = {name: [] for name in measures}
+    for _ in range(rounds):
+        for name, measure in measures.items():
+            found[name].append(measure())
+    return found
+
+
+def ratio(times: Mapping[str, list[float]], one: str, other: str) -> float:
+    """How much longer `one` takes: the median over rounds, in each of which both met the same machine."""
+    return statistics.median(a / b for a, b in zip(times[one], times[other], strict=True))
+
+
+def timed(step: Callable[[], None], repetitions: int = 1) -> Callable[[], float]:
+    """A measurement of it."""
+    return lambda: shape.seconds(step, repetitions)
+
+
+def compare(tunix: str | None, torch: str | None, rounds: int) -> None:
+    """The same batch by us and by others."""
+    ours = "p3o_jax"
+    measures = {ours: timed(our_step(shape.ROWS, shape.PROMPT, shape.RESPONSE), 3)}
+    if tunix:
+        measures["Tunix 0.1.7"] = served_step(tunix, "experiments.benchmarks.tunix_sample")
+    if torch:
+        measures["Hugging Face generate, one thread"] = served_step(torch, "experiments.benchmarks.torch_sample")
+    times = medians(measures, rounds)
+    print(f"{shape.ROWS} rows of {shape.PROMPT} + {shape.RESPONSE} tokens, {rounds} rounds")
+    for name, of_name in times.items():
+        tokens = shape.ROWS * shape.RESPONSE / statistics.median(of_name)
+        more = "" if name == ours else f"   p3o_jax samples {ratio(times, name, ours):.2f} times as many"
+        print(f"  {name:<36} {tokens:7.0f} tokens/s{more}")
+
+
+def by_batch_and_length(rounds: int) -> None:
+    """Prefill and decoding apart: what a call takes with a response of 1 token, and what more with a longer one."""
+    print("prefill and decode, tokens/s")
+    for rows, prompt, response in ((1, 64, 64), (16, 64, 64), (64, 64, 64), (16, 512, 64), (16, 64, 512)):
+        steps = {"prefill": our_step(rows, prompt, 1), "both": our_step(rows, prompt, response)}
+        times = medians({name: timed(step) for name, step in steps.items()}, rounds)
+        prefill = statistics.median(times["prefill"])
+        decode = statistics.median(b - a for a, b in zip(times["prefill"], times["both"], strict=True))
+        print(
+            f"  {rows:3} rows of {prompt:4} + {response:4}: prefill {rows * prompt / prefill:7.0f}, "
+            f"decode {rows * (response - 1) / decode:6.0f}"
+        )
+
+
+def with_refill(rounds: int, rows: int = 128, slots: int = 16, prompt: int = 16, longest: int = 512) -> None:
+    """Log-normal lengths, median 64, sigma 1: slots that are refilled, and batches that wait for their longest row."""
+    lengths = np.clip(np.exp(np.random.default_rng(0).normal(np.log(64), 1, rows)).astype(int), 1, longest).tolist()
+    one_batch = our_step(slots, prompt, longest, limits=lengths[:slots])
+
+    def in_batches() -> None:
+        for start in range(0, rows, slots):
+            one_batch(lengths[start : start + slots])
+
+    measures = {
+        "batches of 16": timed(in_batches),
+        "16 slots, refilled": timed(our_step(rows, prompt, longest, limits=lengths, slots=slots)),
+        "all 128 rows at once": timed(our_step(rows, prompt, longest, limits=lengths)),
+    }
+    times = medians(measures, rounds)
+    print(f"{rows} rows of log-normal length (mean {np.mean(lengths):.0f}, longest {max(lengths)} tokens)")
+    for name, of_name in times.items():
+        print(f"  {name:<36} {sum(lengths) / statistics.median(of_name):7.0f} tokens/s")
+    print(f"  refilled / batches                   {ratio(times, 'batches of 16', '16 slots, refilled'):7.2f}")
+
+
+def bytes_of_a_token(rows: int, slots: int) -> tuple[float, float]:
+    """Bytes that one decoded token moves in the compiled step, and the least: weights and cache read once a step."""
+    graphdef, abstract = abstract_model(WIDE, shape.VOCABULARY)
+    heads = (1, rows, WIDE.num_kv_heads, slots, WIDE.head_dim)
+    cache = [KVCache(*[jax.ShapeDtypeStruct(heads, jnp.float32)] * 2) for _ in range(WIDE.num_layers)]
+    layers = jax.eval_shape(lambda params: nnx.merge(graphdef, params).unstacked_layers(), abstract)
+    ids = jax.ShapeDtypeStruct((rows,), jnp.int32)
+    keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), rows))
+    settings = RowSampling.of([AS_THEY_ARE] * rows)
+
+    def step(params, layers, tokens, positions, cache, keys):
+        model = nnx.merge(graphdef, params)
+        hidden, cache = model.decode(tokens, positions, cache, layers)
+        log_probs = sampled_log_probs(model_logits(model, hidden), settings)
+        token = draw(log_probs, keys)
+        return token, jnp.take_along_axis(log_probs, token[:, None], axis=-1), cache
+
+    compiled = jax.jit(step, donate_argnums=4).lower(abstract, layers, ids, ids, cache, keys).compile()
+    moved = compiled.cost_analysis()["bytes accessed"]
+    embedding = shape.VOCABULARY * WIDE.embed_dim * 4  # looked up, not read
+    weights = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(abstract)) - embedding
+    return moved / rows, (weights + num_bytes(cache)) / rows
+
+
+def main() -> None:
+    """Measures, and prints."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tunix", metavar="PYTHON")
+    parser.add_argument("--torch", metavar="PYTHON")
+    parser.add_argument("--rounds", type=int, default=9)
+    arguments = parser.parse_args()
+    started = time.perf_counter()
+    compare(arguments.tunix, arguments.torch, arguments.rounds)
+    with_refill(max(arguments.rounds // 3, 1))
+    by_batch_and_length(max(arguments.rounds // 3, 1))
+    print("bytes a decoded token moves, by the compiled program, against weights and cache read once")
+    for rows, slots in ((16, 128), (16, 256), (64, 128)):
+        moved, least = bytes_of_a_token(rows, slots)
+        print(
+            f"  {rows:3} rows, {slots:4} slots: {moved / 1e6:6.2f} MB, least {least / 1e6:6.2f} MB: {moved / least:.2f}"
+        )
+    print(f"{time.perf_counter() - started:.0f} s in all")
+
+
+if __name__ == "__main__":
+    main()

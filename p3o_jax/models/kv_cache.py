@@ -64,7 +64,9 @@ class KVCache(NamedTuple):
         value: Float[Array, "B K H"],
     ) -> KVCache:
         """The cache with one more token of each row; updated in place under `jit`."""
-        at = layer, rows, slice(None), positions
+        # Of every head by itself: XLA for TPU would lay out a cache that is written all heads at once otherwise than it
+        # is read, and copy all of it at every token.
+        at = layer, rows[:, None], jnp.arange(self.keys.shape[2]), positions[:, None]
 
         def put(parts: Array, scales: Array | None, new: Array) -> tuple[Array, Array | None]:
             if scales is None:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import importlib.util
+
 import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
+from jax.sharding import NamedSharding
 
 from p3o_jax import hlo, sharding
+from p3o_jax.compile import topology
 from p3o_jax.models.kv_cache import KVCache, slot_buckets
 from p3o_jax.models.transformer import Transformer, TransformerConfig
 from p3o_jax.precision import Precision
 from p3o_jax.sampler import AS_THEY_ARE, Sampler, SamplingLimits
 from p3o_jax.sampler.loop import Options
-from p3o_jax.sharding import make_mesh, to_global
+from p3o_jax.sharding import MeshShape, make_mesh, to_global
 
 CONFIG = TransformerConfig(num_layers=3, embed_dim=32, num_heads=4, num_kv_heads=2, head_dim=8, mlp_dim=64)
 SLOTS, TOKENS = 5, 16 + 1000  # odd numbers, so that nothing else has the size of the cache
@@ -59,3 +63,25 @@ def test_attention_reads_the_slots_that_are_used():
     # Of 256 slots the last is the token's own; the next token's are all 300, of which the poisoned ones are read.
     assert bool(jnp.isfinite(decode(model, jnp.array([255]))).all())
     assert not bool(jnp.isfinite(decode(model, jnp.array([256]))).all())
+
+
+@pytest.mark.long
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs the extra tpu")
+def test_no_token_copies_the_cache_on_a_tpu():
+    """XLA for TPU chooses layouts, and copies where a write and a read want different ones: they want the same."""
+    mesh = make_mesh(MeshShape(data=2, tensor=2), topology("v5e:2x2"))
+    config = TransformerConfig(num_layers=2, embed_dim=512, num_heads=8, num_kv_heads=4, head_dim=128, mlp_dim=1024)
+    slots, tokens = 32, 1024
+    limits = SamplingLimits(128, tokens - 128, eos_ids=(0,), slots=slots)
+    sampler = Sampler(config, 1024, limits, Precision("bfloat16", "bfloat16", "bfloat16"), mesh)
+    request, truncation = sampler.requests([[1] * 128], [0], AS_THEY_ARE)
+    place = NamedSharding(mesh, sharding.batch_spec(mesh))
+    requests = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct((16, *leaf.shape[1:]), leaf.dtype, sharding=place), request
+    )
+    arguments = (sampler.abstract_weights(), requests, jax.eval_shape(lambda: jax.random.key(0)))
+    compiled = sampler.sample.lower(*arguments, options=Options(4, False, truncation, None)).compile()
+    cache = config.num_layers * slots // 2 * config.num_kv_heads // 2 * tokens * config.head_dim * 2
+    decoding = hlo.instructions_in_open_loops(compiled.as_text())
+    assert "scatter" in [each.name for each in decoding if each.size_bytes == cache]
+    assert not [each for each in decoding if each.name == "copy" and each.size_bytes >= cache // config.num_layers]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -186,6 +187,22 @@ def test_going_back_forgets_the_steps_after(directory):
         assert_is(restored, 2)
         assert steps_in(directory) == [2]
         save(checkpoints, 4)
+
+
+def test_saving_returns_before_anything_is_committed(directory, monkeypatch):
+    """The disk is as slow as can be: what is saved is what was there when it was, whatever happens to the arrays."""
+    disk, write = threading.Event(), integrity.write_manifest
+    monkeypatch.setattr(integrity, "write_manifest", lambda unfinished: disk.wait(60) and write(unfinished))
+    with Checkpoints(directory) as checkpoints:
+        state, past = arrays(6)
+        checkpoints.save(6, state, past, {"prompt_position": 48}, NAN)
+        assert checkpoints.busy and steps_in(directory) == [2, 4]
+        checkpoints.check()  # does not wait either
+        jax.tree.map(lambda leaf: leaf.delete(), state)  # as a donated buffer is, in the next update
+        disk.set()
+        checkpoints.wait()
+        assert not checkpoints.busy and steps_in(directory) == [4, 6]
+        assert_is(checkpoints.restore(*abstract()), 6)
 
 
 def test_a_checkpoint_that_does_not_fit_is_not_begun(directory, monkeypatch):

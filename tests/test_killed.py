@@ -13,6 +13,7 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -61,12 +62,25 @@ def runs(tmp_path_factory):
     return Runs(tmp_path_factory.mktemp("log") / "log")
 
 
+class Whole(NamedTuple):
+    """The run that nobody kills, and its times: moments are drawn in proportion to them, on any machine."""
+
+    path: Path
+    start_seconds: float
+    step_seconds: float
+
+
 @pytest.fixture(scope="module")
 def whole(runs, tmp_path_factory):
-    """The run that nobody kills, and how long a start takes."""
     path = tmp_path_factory.mktemp("whole") / "run"
-    runs.finish(path)
-    return path
+    process, times = runs.start(path), []
+    for said in ("now: entered", "now: saving"):
+        runs.wait_for(process, lambda said=said: said in runs.said)
+        times.append(time.monotonic())
+    process.join(timeout=300)
+    assert process.exitcode == 0, runs.said[-3000:]
+    steps = kill_program.CONFIG.num_steps
+    return Whole(path, times[1] - times[0], (time.monotonic() - times[1]) / steps)
 
 
 def lines(path: Path) -> list[dict]:
@@ -94,19 +108,22 @@ def is_writing(run_dir: Path) -> bool:
     return any((run_dir / "checkpoints").glob("*.orbax-checkpoint-tmp*"))
 
 
-def wait_for_moment(runs: Runs, process, run_dir: Path, moment: str, rng: np.random.Generator) -> None:
+def wait_for_moment(runs: Runs, process, run_dir: Path, moment: str, whole: Whole, rng: np.random.Generator) -> None:
     """Until a random time: after anything, or after something worth being killed in has begun."""
+    start, step = whole.start_seconds, whole.step_seconds
     if moment == "any":
-        runs.wait_for(process, lambda: "entered" in runs.said)
-        time.sleep(rng.uniform(0, 4))
+        runs.wait_for(process, lambda: "now: entered" in runs.said)
+        time.sleep(rng.uniform(0, start + 3 * step))
     elif moment == "writing":
         runs.wait_for(process, lambda: is_writing(run_dir))
-        time.sleep(rng.uniform(0, 0.1))
+        time.sleep(rng.uniform(0, step))
+    elif moment == "restoring":
+        runs.wait_for(process, lambda: "now: restoring" in runs.said)
+        time.sleep(rng.uniform(0, start / 4))
     else:
-        # Not the first save: so that the run gets on.
-        wanted = 1 if moment == "restoring" else int(rng.integers(1, 4))
-        runs.wait_for(process, lambda: runs.said.count(f"now: {moment}") >= wanted)
-        time.sleep(rng.uniform(0, 0.3 if moment == "restoring" else 0.05))
+        wanted = int(rng.integers(1, 4))  # not always the first, so that the run gets on
+        runs.wait_for(process, lambda: runs.said.count("now: saving") >= wanted)
+        time.sleep(rng.uniform(0, step / 2))
 
 
 def test_a_run_killed_at_25_moments_is_the_run(runs, whole, tmp_path):
@@ -116,7 +133,7 @@ def test_a_run_killed_at_25_moments_is_the_run(runs, whole, tmp_path):
         if moment == "restoring" and not list((path / "checkpoints").glob("*")):
             moment = "saving"
         process = runs.start(path)
-        wait_for_moment(runs, process, path, moment, rng)
+        wait_for_moment(runs, process, path, moment, whole, rng)
         process.kill()
         process.join()
         assert process.exitcode == -signal.SIGKILL, f"ended before it was killed: {runs.said[-2000:]}"
@@ -124,7 +141,7 @@ def test_a_run_killed_at_25_moments_is_the_run(runs, whole, tmp_path):
     said = runs.finish(path)
     print(f"seed {SEED}: killed {killed}")
     assert "damaged" not in said  # what is committed is whole
-    assert_same_run(path, whole)
+    assert_same_run(path, whole.path)
     leftover = [entry.name for entry in (path / "checkpoints").iterdir() if not entry.name.isdigit()]
     assert leftover == []
 
@@ -134,7 +151,7 @@ def test_a_run_asked_to_end_at_10_moments_is_the_run(runs, whole, tmp_path):
     for i in range(10):
         process = runs.start(path)
         runs.wait_for(process, lambda: "entered" in runs.said)
-        wait_for_moment(runs, process, path, MOMENTS[i % len(MOMENTS)] if i else "any", rng)
+        wait_for_moment(runs, process, path, MOMENTS[i % len(MOMENTS)] if i else "any", whole, rng)
         asked = time.monotonic()
         os.kill(process.pid, signal.SIGTERM)
         process.join(timeout=60)
@@ -145,7 +162,7 @@ def test_a_run_asked_to_end_at_10_moments_is_the_run(runs, whole, tmp_path):
     runs.finish(path)
     print(f"seed {SEED + 1}: ended after steps {steps}")
     assert steps == sorted(steps)
-    assert_same_run(path, whole)
+    assert_same_run(path, whole.path)
 
 
 def test_on_another_mesh_it_is_the_run_to_rounding(runs, tmp_path):

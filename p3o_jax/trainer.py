@@ -323,6 +323,8 @@ class Trainer:
         """Metrics of an evaluation of each task; none if evaluations are off. Its files go into `directory`."""
         config = self.config
         metrics: dict[str, float] = {}
+        if not config.evaluate_every:
+            return metrics
         for name, prompts in self.evaluation_sets.items():
             result = evaluate(
                 self.sampler,

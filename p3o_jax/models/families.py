@@ -11,13 +11,12 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from p3o_jax.models.architecture import TransformerConfig
-from p3o_jax.models.rope import LinearRope, Llama3Rope, RopeScaling, YarnRope
+from p3o_jax.models.rope_config import read_rope, write_scaling
 
 FAMILIES = ("llama", "qwen2", "qwen3", "gemma2", "gemma3_text")
 """The `model_type` of what can be read; gemma3, whose text model is one part, is read as gemma3_text."""
 
 _ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
-_DEFAULT_THETA = 10_000.0
 
 
 class Layout(NamedTuple):
@@ -112,7 +111,7 @@ def read_config(config: Mapping[str, Any], where: object) -> TransformerConfig:
     layers, width, heads = need("num_hidden_layers"), need("hidden_size"), need("num_attention_heads")
     head_dim = values.get("head_dim") or (256 if gemma else 128 if family == "qwen3" else width // heads)
     biased = bool(values.get("attention_bias", family == "qwen2"))
-    theta, scaling, sliding_theta = _rope(values, where)
+    theta, scaling, sliding_theta = read_rope(values, where)
     window, sliding = _sliding(values, layers)
     query_scalar = values.get("query_pre_attn_scalar", 256 if gemma else None)
     return TransformerConfig(
@@ -160,49 +159,6 @@ def _sliding(values: Mapping[str, Any], layers: int) -> tuple[int | None, tuple[
     return (window, tuple(sliding)) if sliding else (None, ())
 
 
-def _rope(values: Mapping[str, Any], where: object) -> tuple[float, RopeScaling | None, float | None]:
-    """theta, its scaling, and the theta of sliding layers where that is another; both ways of writing them."""
-    parameters = values.get("rope_parameters") or {}
-    sliding: Mapping[str, Any] = {}
-    if "full_attention" in parameters:  # one a type of layer
-        sliding, parameters = parameters.get("sliding_attention") or {}, parameters["full_attention"]
-    scaling = {**(values.get("rope_scaling") or {}), **parameters}
-    gemma3 = values["model_type"] == "gemma3_text"
-    theta = scaling.get("rope_theta", values.get("rope_theta", 1e6 if gemma3 else _DEFAULT_THETA))
-    context = values.get("max_position_embeddings", 4096)
-    sliding_theta = None
-    if gemma3:
-        if sliding.get("rope_type", "default") != "default":
-            raise ValueError(f"{where}: RoPE scaling of sliding layers is not implemented")
-        sliding_theta = float(sliding.get("rope_theta", values.get("rope_local_base_freq", _DEFAULT_THETA)))
-    return float(theta), _scaling(scaling, context, where), sliding_theta
-
-
-def _scaling(scaling: Mapping[str, Any], context: int, where: object) -> RopeScaling | None:
-    """Published names of scalings, each with its own fields."""
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
-    original = scaling.get("original_max_position_embeddings") or context
-    # Dynamic scaling changes nothing up to max_position_embeddings, which is as far as a context goes here: beyond it,
-    # keys of one sequence would be rotated by different frequencies, depending on when they were cached.
-    if kind in ("default", "dynamic"):
-        return None
-    try:
-        if kind == "linear":
-            return LinearRope(float(scaling["factor"]))
-        if kind == "llama3":
-            low, high = float(scaling["low_freq_factor"]), float(scaling["high_freq_factor"])
-            return Llama3Rope(float(scaling["factor"]), low, high, original)
-        if kind == "yarn":
-            if scaling.get("mscale") or scaling.get("mscale_all_dim") or not scaling.get("truncate", True):
-                raise ValueError(f"{where}: yarn with mscale or without truncation is not implemented")
-            factor = scaling.get("factor") or context / original
-            fast, slow = float(scaling.get("beta_fast") or 32), float(scaling.get("beta_slow") or 1)
-            return YarnRope(float(factor), original, fast, slow, scaling.get("attention_factor"))
-    except KeyError as error:
-        raise ValueError(f"{where}: RoPE scaling {kind!r} has no {error.args[0]}") from None
-    raise ValueError(f"{where}: RoPE scaling {kind!r} is not implemented: linear, llama3, yarn, dynamic are")
-
-
 _ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
@@ -243,7 +199,7 @@ def write_config(config: TransformerConfig, vocab_size: int) -> dict[str, Any]:
         "rope_theta": c.rope_theta,
     }
     if c.rope_scaling is not None:
-        values["rope_scaling"] = _write_scaling(c.rope_scaling)
+        values["rope_scaling"] = write_scaling(c.rope_scaling)
     if family.startswith("gemma"):
         scale = c.head_dim**-0.5 if c.query_scale is None else c.query_scale
         scalar = scale**-2
@@ -282,27 +238,3 @@ def adapted(architecture: TransformerConfig, wishes: TransformerConfig) -> Trans
         lora=wishes.lora,
         context_tokens=min(wishes.context_tokens, architecture.context_tokens),
     )
-
-
-def _write_scaling(scaling: RopeScaling) -> dict[str, Any]:
-    match scaling:
-        case LinearRope():
-            return {"rope_type": "linear", "factor": scaling.factor}
-        case Llama3Rope():
-            return {
-                "rope_type": "llama3",
-                "factor": scaling.factor,
-                "low_freq_factor": scaling.low_frequency_factor,
-                "high_freq_factor": scaling.high_frequency_factor,
-                "original_max_position_embeddings": scaling.original_context_tokens,
-            }
-        case YarnRope():
-            return {
-                "rope_type": "yarn",
-                "factor": scaling.factor,
-                "beta_fast": scaling.beta_fast,
-                "beta_slow": scaling.beta_slow,
-                "original_max_position_embeddings": scaling.original_context_tokens,
-                "attention_factor": scaling.attention_factor,
-            }
-    raise ValueError(f"RoPE scaling {type(scaling).__name__} has no published name")

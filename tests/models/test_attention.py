@@ -111,6 +111,42 @@ def test_scale_soft_cap_and_a_window_in_some_layers(name, expected_of_form):
     assert jnp.abs(expected_of_form[0][0] - expected_of_form[1][0]).max() > 0.1  # the window matters
 
 
+@pytest.mark.long
+def test_windows_inside_the_learners_kind_of_program():
+    """Splash under `shard_map`, in a scan over layers of which one has the window, recomputed in the backward pass."""
+    query, key, value, segments = (array[:, :128] for array in problem())
+    weights = jnp.cos(jnp.arange(query.size, dtype=jnp.float32)).reshape(query.shape)
+    sliding = jnp.array([True, False])
+    rows, heads = PartitionSpec(("data", "fsdp")), PartitionSpec(("data", "fsdp"), None, "tensor")
+
+    def gradients(attend, weights, query, key, value, segments, sliding):
+        @jax.checkpoint
+        def layer(x, sliding, key, value):
+            return attend(x, key, value, segments, sliding), None
+
+        def loss(query, key, value):
+            out, _ = jax.lax.scan(lambda x, of_layer: layer(x, of_layer, key, value), query, sliding)
+            return (weights * out).sum()
+
+        return jax.grad(loss, argnums=(0, 1, 2))(query, key, value)
+
+    def splash(query, key, value, segments, sliding):
+        return splash_attention(query, key, value, segments, *FORM, sliding, block=128, interpret=True)
+
+    def dense(query, key, value, segments, sliding):
+        return dense_attention(query, key, value, segments, FORM, sliding)
+
+    sharded = jax.shard_map(
+        partial(gradients, splash),
+        mesh=make_mesh(MeshShape(data=2, fsdp=2, tensor=2)),
+        in_specs=(heads,) * 4 + (rows, PartitionSpec()),
+        out_specs=(heads,) * 3,
+    )
+    arguments = (weights, query, key, value, segments, sliding)
+    for a, b in zip(jax.jit(sharded)(*arguments), jax.jit(partial(gradients, dense))(*arguments), strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-6 * float(jnp.abs(b).max()) + 1e-6)
+
+
 def test_a_window_of_the_whole_row_is_none_and_a_soft_cap_bounds():
     *arrays, segments = problem()
     plain = dense_attention(*arrays, segments)

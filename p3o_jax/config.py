@@ -18,6 +18,7 @@ from cattrs.strategies import configure_union_passthrough
 from cattrs.v import format_exception
 
 from p3o_jax.advantages import Advantages, BatchWhitening, GroupZScore
+from p3o_jax.dynamic_sampling import ZeroVariance
 from p3o_jax.models.families import adapted, read_config
 from p3o_jax.models.pretrained import Pretrained
 from p3o_jax.models.rope import RopeScaling
@@ -68,6 +69,11 @@ class Config:
     """Prompts sampled in a rollout step, over all devices."""
     samples_per_prompt: int = 8
     """Responses to each prompt: the group over which advantages are taken."""
+    zero_variance: ZeroVariance = "keep"
+    """What becomes of groups whose rewards are all the same: keep, drop (masked out of every sum and denominator), or
+    resample (further prompts are sampled until there are enough groups that have variance)."""
+    max_sampled_batches: int = 10
+    """With zero_variance="resample": sample at most so many times prompts_per_step; what is then missing is dropped."""
     epochs: int = 1
     """Passes over the rollouts of a step."""
     minibatches: int = 1
@@ -132,7 +138,7 @@ class Config:
         positive = (
             "num_steps", "prompts_per_step", "samples_per_prompt", "epochs", "minibatches", "micro_batches",
             "evaluation_prompts", "evaluation_samples", "save_every", "keep_checkpoints", "max_skipped_updates",
-            "support_tokens",
+            "support_tokens", "max_sampled_batches",
         )  # fmt: skip
         for name in positive:
             if getattr(self, name) < 1:
@@ -169,6 +175,11 @@ class Config:
             raise ValueError(
                 f"samples_per_prompt=1: with {type(self.advantages).__name__}, which compares the samples of a prompt, "
                 "every advantage would be 0; give at least 2, or advantages=BatchWhitening()"
+            )
+        if self.samples_per_prompt == 1 and self.zero_variance != "keep":
+            raise ValueError(
+                f"zero_variance={self.zero_variance!r}: a group of samples_per_prompt=1 has no variance, so that none "
+                "would be left; give at least 2, or zero_variance='keep'"
             )
 
     def _check_truncation(self) -> None:

@@ -52,6 +52,7 @@ def speed(
     seconds: Mapping[str, float],
     rollout: Rollout,
     *,
+    sampled_tokens: int,
     epochs: int,
     model: TransformerConfig,
     vocab_size: int,
@@ -66,13 +67,14 @@ def speed(
 
     Args:
         seconds: of the phases, `sample` and `learn` among them.
-        rollout: this process's rows.
+        rollout: this process's rows that were learned from.
+        sampled_tokens: of this process's responses, whether learned from or not.
         epochs: passes of the learner over them.
         num_devices: that these rows are shared by.
     """
     tokens = int(rollout.response_length.sum())
     found = {f"time/{phase}_seconds": spent for phase, spent in seconds.items()} | {
-        "time/sampler_tokens_per_second": tokens / seconds["sample"],
+        "time/sampler_tokens_per_second": sampled_tokens / seconds["sample"],
         "time/learner_tokens_per_second": tokens * epochs / seconds["learn"],
     }
     chip = CHIPS.get(device_kind)

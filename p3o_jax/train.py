@@ -10,13 +10,15 @@ import numpy as np
 
 from p3o_jax.checkpoint import newest_step
 from p3o_jax.config import Config, hyperparameters, to_json
+from p3o_jax.dynamic_sampling import Gathering
 from p3o_jax.lifecycle import Lifecycle
 from p3o_jax.precision import describe
 from p3o_jax.processes import all_rows, fail_together
 from p3o_jax.profiling import Profiler
 from p3o_jax.prompts import prompt_batches
-from p3o_jax.rollouts import make_batch, readable, rollout_metrics
+from p3o_jax.rollouts import make_batch, readable
 from p3o_jax.run_directory import MAY_DIFFER, RunDirectory
+from p3o_jax.scoring import agreed
 from p3o_jax.trainer import RunState, Trainer
 from p3o_jax.writers import Progress, Writer
 
@@ -88,26 +90,26 @@ def train(
             step = made + 1
             profiler.before(step)
             clock = life.begin(step)
-            of_step = next(prompts)
-            asked = trainer.local(of_step)
-            rollout = trainer.sample(ring, asked, step)
-            life.leave_if_asked(RunState(made, state, ring, loop))  # of which the rollouts are a function
-            skipped = of_step[-1].index + 1 - loop["prompt_position"] - len(of_step)
+            gathering = Gathering(config.zero_variance, config.max_sampled_batches, trainer.mesh)
+            while not gathering.is_full:
+                clock.begin("sample")
+                asked = next(prompts)
+                rollout = trainer.sample(ring, trainer.local(asked), step)
+                life.leave_if_asked(RunState(made, state, ring, loop))  # of which the rollouts are a function
+                clock.begin("score")
+                with fail_together():
+                    life.check()
+                    scores = trainer.scorer(trainer.local(asked), rollout)
+                gathering.add(asked, rollout, agreed(scores, trainer.mesh))
+            gathered = gathering.gathered()
+            of_step, rollout, scores = gathered.prompts, gathered.rollout, gathered.scores
+            of_rollouts = gathered.metrics | trainer.rollout_metrics(gathered, step)
+            of_rollouts["rollout/prompts_too_long"] = of_step[-1].index + 1 - loop["prompt_position"] - len(of_step)
             loop = loop | {"prompt_position": of_step[-1].index + 1}
-            clock.begin("score")
-            with fail_together():
-                life.check()
-                scores = trainer.scorer(asked, rollout)
-            scores, of_scores = trainer.agree_on(scores, rollout)
             advantages = trainer.advantages(scores, rollout.group)
             with fail_together():
-                batch = make_batch(
-                    rollout,
-                    advantages,
-                    learner_temperature=config.learner_temperature,
-                    step=made,
-                    kept=scores.known,
-                )
+                temperature = config.learner_temperature
+                batch = make_batch(rollout, advantages, learner_temperature=temperature, step=made, kept=gathered.kept)
             clock.begin("learn")
             _, sampled_by = ring.behaviour
             try:
@@ -128,9 +130,7 @@ def train(
             if config.is_due(step, config.evaluate_every):
                 metrics |= trainer.evaluate(ring.newest["sampler"], directory.evaluation(step))
             clock.begin("write")
-            metrics |= of_scores | rollout_metrics(rollout, step - 1, config.task.max_response_tokens)
-            metrics |= trainer.speed(clock.seconds, rollout)
-            metrics["rollout/dropped/prompt_too_long"] = skipped
+            metrics |= of_rollouts | trainer.speed(clock.seconds, rollout, gathered.sampled)
             writes_rollouts = config.is_due(step, config.write_rollouts_every)
             if writes_rollouts:
                 rewards = np.where(scores.known, scores.rewards, np.nan)

@@ -20,6 +20,7 @@ from p3o_jax import sharding
 from p3o_jax.breakdowns import logged
 from p3o_jax.checkpoint import Checkpoints
 from p3o_jax.config import Config, resolve, validate
+from p3o_jax.dynamic_sampling import Gathered
 from p3o_jax.evaluate import evaluate
 from p3o_jax.evaluation_files import write_evaluation
 from p3o_jax.learner import TOKEN_LOG_PROBS, Learner, TrainState
@@ -31,9 +32,9 @@ from p3o_jax.objectives import Reinforce
 from p3o_jax.packing import pack
 from p3o_jax.processes import fail_together, row_part
 from p3o_jax.prompts import evaluation_sets
-from p3o_jax.rollouts import PolicyRing, local_prompts, minibatches
+from p3o_jax.rollouts import PolicyRing, local_prompts, minibatches, rollout_metrics
 from p3o_jax.sampler import Sampler, SamplingLimits
-from p3o_jax.scoring import Scorer, Scores, agreed, score_metrics
+from p3o_jax.scoring import Scorer, Scores, score_metrics
 from p3o_jax.sharding import MeshShape
 from p3o_jax.stopwatch import speed
 from p3o_jax.tasks.base import Prompt
@@ -200,20 +201,20 @@ class Trainer:
         source = np.repeat([prompt.source for prompt in prompts], self.config.samples_per_prompt).astype(np.int32)
         return sharding.to_local(rollout)._replace(source=source)
 
-    def agree_on(self, scores: Scores, rollout: Rollout) -> tuple[Scores, dict[str, float]]:
-        """This process's scores as all that feed the same rows have them, and what is logged of all.
+    def rollout_metrics(self, gathered: Gathered, step: int) -> dict[str, float]:
+        """What is logged of all that was sampled in a step.
 
         Raises:
             ValueError: no row of any process has a reward.
         """
-        scores = agreed(scores, self.mesh)
+        rollout, scores = gathered.sampled, gathered.sampled_scores
         metrics = score_metrics(scores, rollout.group, rollout.source, self.task, self.mesh)
         if math.isnan(metrics["reward/mean"]):
             raise ValueError(
                 f"the verifier failed on every response of a step: {metrics['reward/verifier_errors']:.0f} errors, "
                 f"{metrics['reward/verifier_timeouts']:.0f} time-outs; here first: {scores.failures[0]}"
             )
-        return scores, metrics
+        return metrics | rollout_metrics(rollout, step - 1, self.task.max_response_tokens)
 
     @property
     def sampler_support(self) -> int | str | None:
@@ -307,11 +308,12 @@ class Trainer:
             parts = pack(parts, shards * config.micro_batches)
         return parts
 
-    def speed(self, seconds: Mapping[str, float], rollout: Rollout) -> dict[str, float]:
+    def speed(self, seconds: Mapping[str, float], rollout: Rollout, sampled: Rollout) -> dict[str, float]:
         """What is logged of a step's time; this process's rows stand for those of all."""
         return speed(
             seconds,
             rollout,
+            sampled_tokens=int(sampled.response_length.sum()),
             epochs=self.config.epochs,
             model=self.config.model,
             vocab_size=self.tokenizer.vocab_size,

@@ -8,16 +8,20 @@ from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 import pytest
+import tyro
 
 from p3o_jax.advantages import LeaveOneOut
+from p3o_jax.cli import Run
 from p3o_jax.config import Config, from_json, load, to_json, validate
 from p3o_jax.models.transformer import TransformerConfig
 from p3o_jax.objectives import P3O, ConstantNormaliser, Grpo, Objective
 from p3o_jax.optimizer import OptimizerConfig
 from p3o_jax.precision import Precision
+from p3o_jax.rewards import ExactMatch, Function, NumericMatch, OverlongPenalty, Part, Tags, WeightedSum
+from p3o_jax.rewards.pool import Verifiers
 from p3o_jax.sampler import Sampling
 from p3o_jax.sharding import MeshShape
-from p3o_jax.tasks import ReasoningGym
+from p3o_jax.tasks import Dataset, Mixture, ReasoningGym, Share
 from p3o_jax.warm_start import WarmStart
 
 
@@ -146,3 +150,28 @@ def test_a_class_of_the_program_itself_is_stored_by_its_module(monkeypatch):
 
 def test_objective_names_are_classes():
     assert to_json(Config())["objective"]["class"] == f"{P3O.__module__}:P3O"
+
+
+TASKS = [
+    Mixture((Share(Dataset("a.jsonl", reward=ExactMatch()), 2.0), Share(Dataset("b.jsonl")))),
+    Dataset(
+        "train.jsonl", reward=WeightedSum((Part("answer", NumericMatch(0.1)), Part("length", OverlongPenalty(9, 3))))
+    ),
+    Dataset("d.jsonl", reward=Function("tests.rewards.verifiers:obedient", {"weight": 2.0})),
+    Dataset("d.jsonl", reward=Tags(("a", "b"))),
+]
+
+
+@pytest.mark.parametrize("task", TASKS, ids=lambda task: task.name)
+def test_tasks_and_their_rewards_reload(task):
+    config = Config(task=task, verifiers=Verifiers(timeout_seconds=3, failed_reward=-1.0))
+    stored = json.loads(json.dumps(to_json(config)))
+    assert from_json(stored) == config
+
+
+def test_parts_of_a_task_are_flags():
+    default = Run(Config(task=TASKS[1]))
+    flags = ["--task.path", "x.jsonl", "--verifiers.timeout-seconds", "2"]
+    config = tyro.cli(Run, default=default, args=flags, config=(tyro.conf.AvoidSubcommands,)).config
+    assert (config.task.path, config.verifiers.timeout_seconds) == ("x.jsonl", 2)
+    assert config.task.reward == TASKS[1].reward

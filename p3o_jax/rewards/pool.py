@@ -60,7 +60,7 @@ class VerifierPool:
     def __init__(self, reward: Reward, settings: Verifiers):
         self._timeout = settings.timeout_seconds
         self._payload = _dumps((reward, 2 * self._timeout + 1))
-        self._workers = [_Worker(self._payload) for _ in range(settings.processes or len(os.sched_getaffinity(0)))]
+        self._workers = [_Worker(self._payload) for _ in range(settings.processes or _num_cores())]
 
     def __call__(self, rows: Sequence[tuple[Prompt, str]]) -> list[Graded | TimedOut | Failed]:
         """What each row is worth, in their order.
@@ -132,6 +132,11 @@ class VerifierPool:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _num_cores() -> int:
+    """Of this process; of the machine where a process cannot be bound to some."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class _Worker:

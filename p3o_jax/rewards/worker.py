@@ -5,6 +5,7 @@ It knows no model and no device: JAX, should a reward import it, sees the CPU on
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import resource
 import signal
@@ -26,7 +27,8 @@ def main() -> None:
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the run decides when it ends
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, resource.getrlimit(resource.RLIMIT_AS)[1]))
+    with contextlib.suppress(ValueError, OSError):  # where a lower limit holds already, or the system has none
+        resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, resource.getrlimit(resource.RLIMIT_AS)[1]))
     connection = Connection(int(sys.argv[1]))
     try:
         try:

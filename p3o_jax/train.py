@@ -92,7 +92,8 @@ def train(
             clock = life.begin(step)
             gathering = Gathering(config.zero_variance, config.max_sampled_batches, trainer.mesh)
             while not gathering.is_full:
-                clock.begin("sample")
+                if clock.phase != "sample":
+                    clock.begin("sample")
                 asked = next(prompts)
                 rollout = trainer.sample(ring, trainer.local(asked), step)
                 life.leave_if_asked(RunState(made, state, ring, loop))  # of which the rollouts are a function

@@ -402,12 +402,14 @@ def test_training_goes_on_without_the_rows_whose_verifier_fails(tmp_path):
     lines = run(tmp_path / "run", replace(config, evaluate_every=0))
     for step, line in enumerate(lines, start=1):
         rows = rollouts(tmp_path / "run", step)
-        failed = [row for row in rows if set("09") & set(row["completion"])]
-        assert line["reward/verifier_timeouts"] == sum("9" in row["completion"] for row in failed) > 0
-        assert line["reward/verifier_errors"] == sum("9" not in row["completion"] for row in failed) > 0
-        assert {(row["reward"], row["advantage"]) for row in failed} == {("nan", 0.0)}
-        others = [row["reward"] for row in rows if row not in failed]
-        assert line["reward/mean"] == pytest.approx(np.mean(others))
+        failed = [row for row in rows if row["reward"] == "nan"]
+        assert {row["advantage"] for row in failed} == {0.0}
+        # On a busy machine others may be late too.
+        assert all(row in failed for row in rows if set("09") & set(row["completion"]))
+        assert line["reward/verifier_timeouts"] >= sum("9" in row["completion"] for row in rows) > 0
+        assert line["reward/verifier_errors"] > 0
+        assert line["reward/verifier_errors"] + line["reward/verifier_timeouts"] == len(failed)
+        assert line["reward/mean"] == pytest.approx(np.mean([row["reward"] for row in rows if row not in failed]))
         assert np.isfinite(line["loss/total"]) and line["optim/skipped_updates"] == 0
     assert config_lib.load(tmp_path / "run" / "config.json").task == config.task
 

@@ -128,8 +128,7 @@ CONFIG = Config(
 
 def run(path, config=CONFIG, **options):
     train(config, path, devices=jax.devices()[:1], **options)
-    made = [line for line in read_metrics(path) if line["step"] > 0]
-    lines = [{tag: x for tag, x in line.items() if not tag.startswith("time/")} for line in made]
+    lines = [{tag: x for tag, x in line.items() if not tag.startswith("time/")} for line in read_metrics(path)]
     rollouts = [
         [json.loads(row) for row in (path / "rollouts" / f"step_{line['step']}.jsonl").read_text().splitlines()]
         for line in lines

@@ -14,10 +14,10 @@ import pytest
 from flax import nnx
 
 from experiments import quickstart
-from p3o_jax import probe_report
+from p3o_jax import probe, probe_report
 from p3o_jax.commands import probe as command
 from p3o_jax.models.tokenizer import CharTokenizer
-from p3o_jax.models.transformer import Transformer, TransformerConfig
+from p3o_jax.models.transformer import Transformer, TransformerConfig, abstract_model
 from p3o_jax.precision import Precision, parse
 from p3o_jax.probe import Cell, Mismatch, Prober, Report, Settings
 from p3o_jax.sampler import Sampler, Sampling, SamplingLimits
@@ -53,20 +53,31 @@ def cell(report: Report, precision: str, temperature: float, staleness: int = 0)
     return found
 
 
+@jax.jit
+def all_log_probs(params, tokens):
+    """Of every next token, by the model's forward pass."""
+    model = nnx.merge(abstract_model(MODEL, TOKENIZER.vocab_size)[0], params)
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    return jax.nn.log_softmax(model.logits(model.hidden(tokens, positions)[0]))
+
+
+@pytest.fixture(scope="module")
+def reference(probed):
+    """A sampler as the probe has it."""
+    return Sampler(MODEL, TOKENIZER.vocab_size, LIMITS, Precision(), probed.mesh)
+
+
 @pytest.mark.parametrize(("temperature", "staleness"), [(1.0, 0), (0.5, 0), (1.0, 3)])
-def test_numbers_are_those_of_the_tokens_drawn(probed, temperature, staleness):
+def test_numbers_are_those_of_the_tokens_drawn(probed, reference, temperature, staleness):
     """The same rollouts again, the learner's distributions by its forward pass, and the statistics in float64."""
-    sampler = Sampler(MODEL, TOKENIZER.vocab_size, LIMITS, Precision(), probed.mesh)
+    sampler = reference
     weights = sampler.synchronise(probed.older if staleness else probed.params)
     log_ratio, divergence, of_row, places, tokens = [], [], [], [], []
     for part in (PROMPTS[:2], PROMPTS[2:]):
         options = {"num_samples": 8, "sampling": Sampling(temperature), "support": "exact"}
         indices, prompts = zip(*part, strict=True)
         rollout = to_local(sampler(weights, prompts, indices, key=jax.random.key(0), **options))
-        model = nnx.merge(nnx.split(nnx.eval_shape(lambda: Transformer(MODEL, 12, nnx.Rngs(0))))[0], probed.params)
-        positions = jnp.broadcast_to(jnp.arange(rollout.tokens.shape[1]), rollout.tokens.shape)
-        log_probs = jax.nn.log_softmax(model.logits(model.hidden(jnp.asarray(rollout.tokens), positions)[0]))
-        log_probs = np.asarray(log_probs, np.float64)
+        log_probs = np.asarray(all_log_probs(probed.params, rollout.tokens), np.float64)
         for row, ids in enumerate(rollout.tokens):
             start = rollout.prompt_length[row]
             for at in range(start, start + rollout.response_length[row]):
@@ -119,6 +130,18 @@ def test_the_noise_floor_is_where_nothing_differs(probed):
     assert report.batch_shape.num_tokens == report.equal_precision.mismatch.num_tokens
     assert report.batch_shape.kl is None
     assert cell(report, "float32", 1.0).mismatch == report.equal_precision.mismatch
+
+
+def test_large_vocabularies_are_compared_by_their_most_likely_tokens(probed, monkeypatch):
+    """Of 12 tokens here 5 and a bucket: the same tokens are drawn, and the KL is a lower bound."""
+    monkeypatch.setattr(probe, "EXACT_VOCABULARY", 1)
+    monkeypatch.setattr(probe, "SUPPORT_TOKENS", 5)
+    settings = replace(SETTINGS, precisions=(Precision(),), temperatures=(0.5,))
+    report = Prober(MODEL, TOKENIZER, LIMITS, probed.mesh, settings).run(PROMPTS, probed.params)
+    exact, (bounded,) = cell(probed.report, "float32", 0.5).mismatch, (found.mismatch for found in report.cells)
+    assert report.kl == "top_k"
+    assert 0.5 * exact.kl < bounded.kl < exact.kl
+    assert bounded.ess == pytest.approx(exact.ess, abs=1e-5)
 
 
 def test_every_difference_costs_ess(probed):

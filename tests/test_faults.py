@@ -40,7 +40,7 @@ class Process:
     def said(self) -> str:
         return self._log.read_text()
 
-    def wait_until(self, condition: Callable[[], bool], seconds: float = 120) -> None:
+    def wait_until(self, condition: Callable[[], bool], seconds: float = 300) -> None:
         deadline = time.monotonic() + seconds
         while not condition():
             assert self.process.poll() is None, self.said[-3000:]

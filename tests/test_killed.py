@@ -73,6 +73,7 @@ class Whole(NamedTuple):
 @pytest.fixture(scope="module")
 def whole(runs, tmp_path_factory):
     path = tmp_path_factory.mktemp("whole") / "run"
+    runs.finish(path.with_name("first"), "--num-steps", "1")  # compiles
     process, times = runs.start(path), []
     for said in ("now: entered", "now: saving"):
         runs.wait_for(process, lambda said=said: said in runs.said)
@@ -109,21 +110,18 @@ def is_writing(run_dir: Path) -> bool:
 
 
 def wait_for_moment(runs: Runs, process, run_dir: Path, moment: str, whole: Whole, rng: np.random.Generator) -> None:
-    """Until a random time: after anything, or after something worth being killed in has begun."""
+    """Until a random time after anything, or after something worth being killed in has begun; two steps on at most."""
     start, step = whole.start_seconds, whole.step_seconds
-    if moment == "any":
-        runs.wait_for(process, lambda: "now: entered" in runs.said)
-        time.sleep(rng.uniform(0, start + 3 * step))
-    elif moment == "writing":
-        runs.wait_for(process, lambda: is_writing(run_dir))
-        time.sleep(rng.uniform(0, step))
-    elif moment == "restoring":
-        runs.wait_for(process, lambda: "now: restoring" in runs.said)
-        time.sleep(rng.uniform(0, start / 4))
-    else:
-        wanted = int(rng.integers(1, 4))  # not always the first, so that the run gets on
-        runs.wait_for(process, lambda: runs.said.count("now: saving") >= wanted)
-        time.sleep(rng.uniform(0, step / 2))
+    wanted = int(rng.integers(1, 4)) if moment == "saving" else 1  # not always the first, so that the run gets on
+    begun, seconds = {
+        "any": (lambda: "now: entered" in runs.said, start + 2 * step),
+        "restoring": (lambda: "now: restoring" in runs.said, start / 4),
+        "saving": (lambda: runs.said.count("now: saving") >= wanted, step),
+        "writing": (lambda: is_writing(run_dir), step),
+    }[moment]
+    runs.wait_for(process, begun)
+    deadline = time.monotonic() + rng.uniform(0, seconds)
+    runs.wait_for(process, lambda: time.monotonic() > deadline or runs.said.count("now: saving") > wanted + 1)
 
 
 def test_a_run_killed_at_25_moments_is_the_run(runs, whole, tmp_path):

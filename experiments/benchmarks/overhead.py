@@ -24,9 +24,10 @@ from experiments.quickstart import p3o
 from p3o_jax.checkpoint import newest_step
 from p3o_jax.compilation_cache import enable_compilation_cache
 from p3o_jax.config import Config, hyperparameters, to_json
+from p3o_jax.dynamic_sampling import Gathering
 from p3o_jax.lifecycle import Lifecycle
 from p3o_jax.prompts import prompt_batches
-from p3o_jax.rollouts import make_batch, readable, rollout_metrics
+from p3o_jax.rollouts import make_batch, readable
 from p3o_jax.run_directory import RunDirectory
 from p3o_jax.stopwatch import Stopwatch
 from p3o_jax.trainer import RunState, Trainer
@@ -61,17 +62,20 @@ def steps(trainer: Trainer, run: RunState, prompts, count: int, seen: Seen | Non
         asked = trainer.local(of_step)
         rollout = trainer.sample(ring, asked, step)
         clock.begin("score")
-        scores, of_scores = trainer.agree_on(trainer.scorer(asked, rollout), rollout)
+        gathering = Gathering(config.zero_variance, config.max_sampled_batches, trainer.mesh)
+        gathering.add(of_step, rollout, trainer.scorer(asked, rollout))
+        gathered = gathering.gathered()
+        rollout, scores = gathered.rollout, gathered.scores
         advantages = trainer.advantages(scores, rollout.group)
         temperature = config.learner_temperature
-        batch = make_batch(rollout, advantages, learner_temperature=temperature, step=step - 1, kept=scores.known)
+        batch = make_batch(rollout, advantages, learner_temperature=temperature, step=step - 1, kept=gathered.kept)
         clock.begin("learn")
         state, metrics, of_tokens = trainer.learn(state, batch, rollout.group, ring.behaviour[1], Path("nonfinite.npz"))
         ring.push(step, trainer.remember(state, step))
         clock.begin("write")
         if seen:
-            metrics |= of_scores | rollout_metrics(rollout, step - 1, config.task.max_response_tokens)
-            metrics |= trainer.speed(clock.seconds, rollout)
+            metrics |= gathered.metrics | trainer.rollout_metrics(gathered, step)
+            metrics |= trainer.speed(clock.seconds, rollout, gathered.sampled)
             seen.progress.update(step, seen.writer.write(step, metrics))
             if config.is_due(step, config.write_rollouts_every):
                 rows = rollout, np.asarray(scores.rewards), advantages, trainer.token_log_probs(batch, of_tokens)

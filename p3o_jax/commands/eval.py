@@ -92,12 +92,16 @@ def run(arguments: Sequence[str]) -> None:
     components = [one for task in tasks or [policy.config.task] for one in task.components]
     name = Path(asked.policy).name.replace("@", "_step_")
     output = asked.output or Path("runs", "eval", name, time.strftime("%Y-%m-%d_%H-%M-%S"))
-    for task in components:
-        prompts = evaluation_set(task, asked.prompts)
+    sets = [evaluation_set(task, asked.prompts) for task in components]
+    prompt_tokens = max(longest(prompts, policy.tokenizer) for prompts in sets)  # one program serves all tasks
+    samplers: dict[int, Sampler] = {}
+    for task, prompts in zip(components, sets, strict=True):
         response_tokens = asked.response_tokens or task.max_response_tokens
-        limits = SamplingLimits(longest(prompts, policy.tokenizer), response_tokens, policy.tokenizer.eos_ids)
-        sampler = Sampler(policy.model, policy.tokenizer.vocab_size, limits, precision, mesh)
-        weights = sampler.synchronise(policy.params, policy.step)
+        if response_tokens not in samplers:
+            limits = SamplingLimits(prompt_tokens, response_tokens, policy.tokenizer.eos_ids)
+            samplers[response_tokens] = Sampler(policy.model, policy.tokenizer.vocab_size, limits, precision, mesh)
+            weights = samplers[response_tokens].synchronise(policy.params, policy.step)
+        sampler = samplers[response_tokens]
         with Scorer(task, policy.tokenizer, verifiers) as scorer:
             result = evaluate(
                 sampler,

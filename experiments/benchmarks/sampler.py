@@ -5,8 +5,8 @@
 PYTHON is that of an environment with google-tunix==0.1.7 and jax==0.10.2, or with torch and transformers; from the
 repository root. Those that are compared take turns, and figures are medians over the rounds.
 
-Nine rounds (three after the first table) on two cores under a load of 12 to 24. It took half an hour, should take a few
-minutes on cores of its own, and only what stands in one table can be compared, with differences of a fifth being noise:
+Nine rounds (three after the first table) on two cores under a load of 12 to 24, where it took half an hour. Only what
+stands in one table can be compared, and there differences of a fifth are noise:
 
     16 rows of 64 + 64 tokens
       p3o_jax                                 1263 tokens/s

@@ -69,12 +69,12 @@ def _numbers(found: Mismatch) -> tuple[float | None, ...]:
     )
 
 
-def meaning(found: Mismatch) -> str:
-    """What a mismatch means for training, in words."""
+def meaning(found: Mismatch, floor: float = 1.0) -> str:
+    """What a mismatch means for training, in words; `floor` is the ESS of sampler and learner at equal precision."""
     if found.nonfinite:
         return f"{found.nonfinite} log-ratios are not finite: every update on such a batch is skipped; not usable"
     ess, lost = found.ess, 1.0 - found.ess
-    if ess >= NONE:
+    if ess >= min(NONE, 1.0 - 2.0 * (1.0 - floor)):
         words = "rounding; as good as on-policy"
     elif ess >= SLIGHT:
         words = f"slight: {lost:.2%} of the batch is lost to uneven weights, and P3O's KL weighs {lost:.1g}"
@@ -117,7 +117,7 @@ def explanation(report: Report) -> Iterator[str]:
     if floor.ess < NONE and report.learner_precision.startswith("float32"):
         yield "At equal float32 precision it should be below 1e-4: sampler and learner do not compute the same model."
     for cell in report.cells:
-        yield f"{cell.precision}, T={cell.temperature:g}, lag {cell.staleness}: {meaning(cell.mismatch)}"
+        yield f"{cell.precision}, T={cell.temperature:g}, lag {cell.staleness}: {meaning(cell.mismatch, floor.ess)}"
 
 
 def offenders(cell: Cell) -> Iterator[str]:
@@ -135,7 +135,7 @@ def to_json(report: Report, about: dict[str, Any]) -> str:
     """Everything, with what it means; a number that is not finite is null."""
     as_dict = dataclasses.asdict(report)
     for cell, data in zip(report.cells, as_dict["cells"], strict=True):
-        data["meaning"] = meaning(cell.mismatch)
+        data["meaning"] = meaning(cell.mismatch, report.equal_precision.mismatch.ess)
     return json.dumps(_finite({"about": about, **as_dict}), indent=2, ensure_ascii=False) + "\n"
 
 

@@ -236,6 +236,12 @@ def test_words_follow_the_numbers(changes, said, unsaid):
     assert unsaid not in words
 
 
+def test_what_is_at_the_noise_floor_is_rounding():
+    coarse = replace(FINE, ess=0.9998, chi2=2e-4)
+    assert "rounding" in probe_report.meaning(coarse, floor=0.99989)
+    assert "slight" in probe_report.meaning(coarse, floor=0.99999)
+
+
 def test_what_is_not_a_number_is_null_in_json():
     broken = replace(FINE, ess=float("nan"), nonfinite=1)
     floor = Cell("float32", 1.0, 0, FINE, ())

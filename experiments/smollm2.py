@@ -11,7 +11,7 @@ those formats what float32 trains.
 Seen so far, seeds 0 and 1: before training pass@1 is 0.30 and pass@4 0.55 to 0.70 (20 held-out prompts), and in float32
 the ESS of every step's only update is above 0.9999. No run of 24 steps has been finished yet, so that what training
 gains is open. With a learning rate of 1e-3, on numbers of up to two digits, ten steps gained nothing: the policy's
-entropy fell from 1.4 and 1.7 nats to 0.4 and 0.2 within five and six of them, and in most groups all samples were alike.
+entropy fell from 1.4 and 1.7 nats to 0.4 and 0.2 within six of them, and in most groups all samples were alike.
 """
 
 from __future__ import annotations

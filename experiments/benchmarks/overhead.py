@@ -7,15 +7,15 @@ the stored log-ratios, rollouts and samples, a checkpoint that is waited for, st
 in turn, in one process, so that what else the machine does falls on both. What the update itself computes for its
 metrics is in both; it is part of the algorithm's program. Evaluations, a choice of their own, are in neither.
 
-Two runs, on two cores with ten times as much other work as they can do, so that wall time says little and processor
+Two runs, on two cores with several times as much other work as they can do, so that wall time says little and processor
 time is to be read; seconds a step, and ratios of the totals and by the median over pairs of segments (their range):
 
     steps of each  processor time, on / off    ratio  median            wall time, on / off  ratio  median
               120            0.2452 / 0.2416   1.015   1.021 (0.94-1.09)    0.4524 / 0.4565  0.991   1.082 (0.63-1.36)
               200            0.2398 / 0.2273   1.055   1.036 (0.93-1.17)    0.7953 / 0.6460  1.231   1.075 (0.79-2.03)
 
-So about 2 to 5 % of this run, whose steps are a quarter of a second; it does not grow with the model, but for the copy
-that a checkpoint takes. Whether it is below 5 % on an idle machine these runs cannot say.
+So about 2 to 5 % of this run, whose steps take a quarter of a second of processor time. Whether it is below 5 % of the
+wall time of an idle machine these runs cannot say.
 """
 
 from __future__ import annotations

@@ -38,6 +38,11 @@ class Gathered(NamedTuple):
     sampled_scores: Scores
     metrics: dict[str, float]  # what was dropped, over all processes
 
+    @property
+    def position(self) -> int:
+        """The position in the stream of prompts after these."""
+        return self.prompts[-1].index + 1
+
 
 class Gathering:
     """Collects the rows of one step, batch after batch, until `is_full`."""

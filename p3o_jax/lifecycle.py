@@ -13,7 +13,7 @@ import numpy as np
 
 from p3o_jax.checkpoint import Checkpoints
 from p3o_jax.preemption import Preempted, Preemption
-from p3o_jax.processes import agreed_any
+from p3o_jax.processes import agreed_any, fail_together
 from p3o_jax.run_directory import RunDirectory
 from p3o_jax.run_status import RunStatus
 from p3o_jax.stopwatch import Stopwatch
@@ -70,9 +70,16 @@ class Lifecycle:
         self._watchdog.watch(step, clock)
         return clock
 
-    def check(self) -> None:
-        """Raises CheckpointError if what was being saved could not be. On one process only, perhaps."""
-        self._checkpoints.check()
+    def between(self, run: RunState) -> None:
+        """In the middle of a step, of whose rollouts `run` knows nothing yet.
+
+        Raises:
+            Preempted: any process was asked to end; there is a checkpoint of `run`.
+            CheckpointError: what was being saved could not be.
+        """
+        self.leave_if_asked(run)
+        with fail_together():
+            self._checkpoints.check()
 
     def leave_if_asked(self, run: RunState, score: float = math.nan) -> None:
         """Raises Preempted, with a checkpoint made, if any process was asked to end.

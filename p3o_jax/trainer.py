@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,33 +13,29 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from p3o_jax import metrics as metrics_lib
 from p3o_jax import sharding
-from p3o_jax.breakdowns import logged
 from p3o_jax.checkpoint import Checkpoints
 from p3o_jax.config import Config, resolve, validate
-from p3o_jax.dynamic_sampling import Gathered
+from p3o_jax.dynamic_sampling import Gathered, Gathering
 from p3o_jax.evaluate import evaluate
 from p3o_jax.evaluation_files import write_evaluation
-from p3o_jax.learner import TOKEN_LOG_PROBS, Learner, TrainState
+from p3o_jax.learner import Learner, TrainState
 from p3o_jax.models import lora
 from p3o_jax.models.load import load_params
 from p3o_jax.models.tokenizer import Tokenizer
-from p3o_jax.nonfinite import Dump, nonfinite_rows, write_dump
 from p3o_jax.objectives import Reinforce
-from p3o_jax.packing import pack
 from p3o_jax.processes import fail_together, row_part
 from p3o_jax.prompts import evaluation_sets
-from p3o_jax.rollouts import PolicyRing, local_prompts, minibatches, rollout_metrics
+from p3o_jax.rollouts import PolicyRing, local_prompts, make_batch, rollout_metrics
 from p3o_jax.sampler import Sampler, SamplingLimits
-from p3o_jax.scoring import Scorer, Scores, score_metrics
+from p3o_jax.scoring import Scorer, agreed, score_metrics
 from p3o_jax.sharding import MeshShape
-from p3o_jax.stopwatch import speed
+from p3o_jax.stopwatch import Stopwatch, speed
 from p3o_jax.tasks.base import Prompt
 from p3o_jax.types import Batch, Rollout
+from p3o_jax.updates import Updates
 from p3o_jax.warm_start import demonstrations
 
-_logger = logging.getLogger(__name__)
 _UPDATES_BETWEEN_PAUSES = 20
 
 
@@ -108,6 +102,7 @@ class Trainer:
             keep_log_probs=config.write_rollouts_every > 0,
         )
         self.scorer = Scorer(self.task, tokenizer, config.verifiers)
+        self.updates = Updates(config, self.learner)
         self._advantages = jax.jit(config.advantages)
         self._key = jax.random.key(config.seed)
 
@@ -182,10 +177,6 @@ class Trainer:
             remembered["learner"] = jax.tree.map(jnp.copy, lora.split(state.params)[0])
         return remembered
 
-    def local(self, prompts: Sequence[Prompt]) -> Sequence[Prompt]:
-        """This process's part of a step's prompts."""
-        return local_prompts(prompts, self.num_parts, self.part)
-
     def sample(self, ring: PolicyRing, prompts: Sequence[Prompt], step: int) -> Rollout:
         """A group of responses to each prompt, by the policy of `staleness` steps ago; on the host."""
         _, remembered = ring.behaviour
@@ -201,8 +192,8 @@ class Trainer:
         source = np.repeat([prompt.source for prompt in prompts], self.config.samples_per_prompt).astype(np.int32)
         return sharding.to_local(rollout)._replace(source=source)
 
-    def rollout_metrics(self, gathered: Gathered, step: int) -> dict[str, float]:
-        """What is logged of all that was sampled in a step.
+    def rollout_metrics(self, gathered: Gathered, step: int, since: int) -> dict[str, Any]:
+        """What is logged of all that was sampled in a step, whose prompts began at `since`.
 
         Raises:
             ValueError: no row of any process has a reward.
@@ -214,6 +205,8 @@ class Trainer:
                 f"the verifier failed on every response of a step: {metrics['reward/verifier_errors']:.0f} errors, "
                 f"{metrics['reward/verifier_timeouts']:.0f} time-outs; here first: {scores.failures[0]}"
             )
+        too_long = gathered.position - since - len(gathered.prompts)
+        metrics |= gathered.metrics | {"rollout/prompts_too_long": too_long}
         return metrics | rollout_metrics(rollout, step - 1, self.task.max_response_tokens)
 
     @property
@@ -224,96 +217,56 @@ class Trainer:
             return None
         return "exact" if objective.support_form == "exact" else self.config.support_tokens
 
-    def advantages(self, scores: Scores, group: np.ndarray) -> np.ndarray:
-        """Advantages of this process's rows; batch statistics are over all processes' rows."""
-        rows = (scores.rewards, group, scores.known)
-        return sharding.to_local(self._advantages(*sharding.to_global(rows, self.mesh)))
-
-    def learn(
-        self, state: TrainState, batch: Batch, group: np.ndarray, sampled_by: dict[str, Any], dump_to: Path
-    ) -> tuple[TrainState, dict[str, Any], list[jax.Array]]:
-        """One optimizer update a minibatch, epoch after epoch; nothing waits for the device in between.
+    def gather(
+        self,
+        prompts: Iterator[list[Prompt]],
+        ring: PolicyRing,
+        step: int,
+        clock: Stopwatch,
+        between: Callable[[], None],
+    ) -> Gathered:
+        """The rows of a step: prompts, responses and their rewards, until there are enough that teach something.
 
         Args:
-            state: the learner's.
-            batch: this process's rows of the step.
-            group: the prompt of each row.
-            sampled_by: what is remembered of the policy that sampled.
-            dump_to: where the batch goes if an update is skipped (`nonfinite.write_dump`).
-
-        Returns:
-            The new state; metrics as they are logged; for `token_log_probs`, what the updates of the first epoch saw.
-
-        Raises:
-            FloatingPointError: too many updates in a row were not finite.
+            prompts: batches of prompts, of all processes.
+            ring: the policies that may sample.
+            step: the step.
+            clock: in its phase `sample`; left in `score`.
+            between: called after rollouts, and may raise, on all processes alike.
         """
-        config, snapshot, of_updates = self.config, self.learner.snapshot, []
-        parts = self.minibatches(batch)
-        if config.objective.snapshot == "rollout":
-            trained, kept = lora.split(state.params)
-            params = lora.join(sampled_by.get("learner", trained), kept)
-            parts = [snapshot(params, part) for part in parts]
-        log_probs: list[jax.Array] = []
-        for epoch in range(config.epochs):
-            of_epoch = parts
-            if config.objective.snapshot == "epoch" and len(parts) > 1:  # the learner takes that of a single one itself
-                of_epoch = [snapshot(state.params, part) for part in parts]
-            for part in of_epoch:
-                state, metrics = self.learner.update(state, part)
-                of_tokens = metrics.pop(TOKEN_LOG_PROBS, None)
-                of_updates.append(metrics)
-                if epoch == 0 and of_tokens is not None:
-                    log_probs.append(of_tokens)
-        # Without staleness the first update's policy is the one that sampled: what it sees is the precision gap.
-        metrics = _merge(of_updates, first_is_gap=config.staleness == 0)
-        metrics, in_a_row = jax.device_get((metrics, state.num_skipped_in_a_row))
-        metrics["optim/skipped_updates_in_a_row"] = in_a_row
-        if metrics["optim/skipped_updates"]:
-            found, seen = nonfinite_rows(
-                lambda part: self.learner.log_probs(state.params, part)[0], batch, group, config.minibatches, self.mesh
+        gathering = Gathering(self.config.zero_variance, self.config.max_sampled_batches, self.mesh)
+        while not gathering.is_full:
+            if clock.phase != "sample":
+                clock.begin("sample")
+            asked = next(prompts)
+            mine = local_prompts(asked, self.num_parts, self.part)
+            rollout = self.sample(ring, mine, step)
+            between()
+            clock.begin("score")
+            with fail_together():
+                scores = self.scorer(mine, rollout)
+            gathering.add(asked, rollout, agreed(scores, self.mesh))
+        return gathering.gathered()
+
+    def advantages(self, gathered: Gathered) -> np.ndarray:
+        """Advantages of this process's rows; batch statistics are over all processes' rows."""
+        rows = (gathered.scores.rewards, gathered.rollout.group, gathered.scores.known)
+        return sharding.to_local(self._advantages(*sharding.to_global(rows, self.mesh)))
+
+    def batch(self, gathered: Gathered, advantages: np.ndarray, step: int) -> Batch:
+        """This process's rows of a step's batch."""
+        temperature = self.config.learner_temperature
+        with fail_together():
+            return make_batch(
+                gathered.rollout, advantages, learner_temperature=temperature, step=step - 1, kept=gathered.kept
             )
-            message = f"{metrics['policy/nonfinite_log_ratio']:.0f} log-ratios in the last step; {found}"
-            if write_dump(dump_to, Dump(batch, group, seen), self.mesh):
-                message += f"; the batch is in {dump_to}"
-            if in_a_row >= config.max_skipped_updates:
-                raise FloatingPointError(
-                    f"{in_a_row} updates in a row had a loss, gradient or log-ratio that is not finite ({message}); "
-                    "the parameters are those before them"
-                )
-            if self.is_main:
-                _logger.warning("%d updates skipped: %s", metrics["optim/skipped_updates"], message)
-        return state, logged(metrics), log_probs
 
-    def token_log_probs(self, batch: Batch, log_probs: Sequence[jax.Array]) -> np.ndarray:
-        """What `learn` returned of its updates, back in the rows [B, T] of this process's batch; NaN where masked.
-
-        Every process must call it.
-        """
-        rows = np.broadcast_to(np.arange(len(batch.mask), dtype=np.int32)[:, None], batch.mask.shape)
-        found = np.full(batch.mask.shape, np.nan, np.float32)
-        # The same cut and packing of a batch whose source says which row a token comes from.
-        for part, seen in zip(self._minibatches(batch._replace(source=rows)), log_probs, strict=True):
-            found[part.source[part.mask], part.inputs.positions[part.mask]] = sharding.to_local(seen)[part.mask]
-        return found
-
-    def minibatches(self, batch: Batch) -> list[Batch]:
-        """A step's optimizer batches, packed, on the devices."""
-        return [sharding.to_global(part, self.mesh) for part in self._minibatches(batch)]
-
-    def _minibatches(self, batch: Batch) -> list[Batch]:
-        config = self.config
-        parts = list(minibatches(batch, config.minibatches, 1, config.samples_per_prompt))
-        if config.pack and config.objective.statistics_scope != "micro_batch":
-            shards = sharding.num_batch_shards(self.mesh) // self.num_parts
-            parts = pack(parts, shards * config.micro_batches)
-        return parts
-
-    def speed(self, seconds: Mapping[str, float], rollout: Rollout, sampled: Rollout) -> dict[str, float]:
+    def speed(self, seconds: Mapping[str, float], gathered: Gathered) -> dict[str, float]:
         """What is logged of a step's time; this process's rows stand for those of all."""
         return speed(
             seconds,
-            rollout,
-            sampled_tokens=int(sampled.response_length.sum()),
+            gathered.rollout,
+            sampled_tokens=int(gathered.sampled.response_length.sum()),
             epochs=self.config.epochs,
             model=self.config.model,
             vocab_size=self.tokenizer.vocab_size,
@@ -380,13 +333,3 @@ def _meshes(config: Config, devices: Sequence[jax.Device] | None) -> tuple[Mesh,
 
 # What a random key is for; folded into the seed.
 _INIT, _TRAIN, _EVALUATION = range(3)
-
-
-@partial(jax.jit, static_argnames="first_is_gap")
-def _merge(of_updates: list[dict[str, Any]], *, first_is_gap: bool) -> dict[str, Any]:
-    """The values of a step: its updates' metrics, merged by type; the precision gap perhaps of the first alone."""
-    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *of_updates)
-    values = metrics_lib.values(metrics_lib.fold(stacked))
-    if first_is_gap:
-        values.setdefault("policy/precision_gap_kl", of_updates[0]["policy/behaviour_kl_reverse"].value())
-    return values

@@ -21,7 +21,7 @@ from p3o_jax.compilation_cache import enable_compilation_cache
 from p3o_jax.config import Config
 from p3o_jax.models.transformer import TransformerConfig
 from p3o_jax.optimizer import OptimizerConfig
-from p3o_jax.rollouts import make_batch
+from p3o_jax.rollouts import local_prompts, make_batch
 from p3o_jax.sharding import MeshShape
 from p3o_jax.tasks import SortDigits
 from p3o_jax.train import train
@@ -77,7 +77,7 @@ def skipped_for_one_row() -> dict[str, bool]:
     """An update on a batch in which one row of the last process has a log-ratio that is not finite."""
     trainer = Trainer(CONFIG)
     _, state, ring, _ = trainer.start()
-    prompts = trainer.local(trainer.evaluation_set[:8])
+    prompts = local_prompts(trainer.evaluation_set[:8], trainer.num_parts, trainer.part)
     rollout = trainer.sample(ring, prompts, 1)
     batch = make_batch(rollout, np.ones(len(rollout.tokens), np.float32), learner_temperature=1.0, step=0)
     if jax.process_index() == jax.process_count() - 1:
@@ -85,7 +85,7 @@ def skipped_for_one_row() -> dict[str, bool]:
         bad[0] = np.nan
         batch = batch._replace(behaviour_log_probs=bad)
     before = [np.asarray(shard.data) for leaf in jax.tree.leaves(state.params) for shard in leaf.addressable_shards]
-    state, _ = trainer.learner.update(state, trainer.minibatches(batch)[0])
+    state, _ = trainer.learner.update(state, trainer.updates.minibatches(batch)[0])
     after = [np.asarray(shard.data) for leaf in jax.tree.leaves(state.params) for shard in leaf.addressable_shards]
     return {
         "skipped": int(state.num_skipped) == 1 and int(state.num_updates) == 0,

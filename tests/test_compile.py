@@ -51,7 +51,7 @@ def test_the_batch_is_the_one_that_a_run_makes():
 
     ones = np.ones(len(rollout.tokens), np.float32)
     batch = make_batch(rollout, ones, learner_temperature=SMALL.learner_temperature, step=0)
-    real = jax.tree.map(lambda leaf: (leaf.shape[1:], leaf.dtype, leaf.sharding), trainer.minibatches(batch)[0])
+    real = jax.tree.map(lambda leaf: (leaf.shape[1:], leaf.dtype, leaf.sharding), trainer.updates.minibatches(batch)[0])
     described = jax.tree.map(lambda leaf: (leaf.shape[1:], leaf.dtype, leaf.sharding), abstract_batch(trainer))
     assert described._replace(segment_ids=None) == real._replace(segment_ids=None)
     assert device_bytes(trainer.learner.abstract_state()) == sum(

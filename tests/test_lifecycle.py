@@ -126,9 +126,9 @@ def test_a_run_that_is_asked_to_end_saves_and_is_the_run(whole, tmp_path, monkey
 
         return asked
 
-    def asked(self, rewards, group):
+    def asked(self, gathered):
         os.kill(os.getpid(), signal.SIGTERM)
-        return advantages(self, rewards, group)
+        return advantages(self, gathered)
 
     for name, replacement, made in (("sample", asked_at(2), 1), ("advantages", asked, 2)):
         with monkeypatch.context() as patched:
@@ -155,8 +155,8 @@ def poison(monkeypatch):
     """Makes the advantages of the third step's prompts NaN, whichever step they come in."""
     advantages = Trainer.advantages
 
-    def poisoned(self, rewards, group):
-        clean = advantages(self, rewards, group)
+    def poisoned(self, gathered):
+        clean, group = advantages(self, gathered), gathered.rollout.group
         return np.where((group >= 2 * OF_A_STEP) & (group < 3 * OF_A_STEP), np.nan, clean).astype(np.float32)
 
     monkeypatch.setattr(Trainer, "advantages", poisoned)

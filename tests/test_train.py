@@ -387,7 +387,7 @@ def test_what_is_in_a_micro_batch_is_not_changed_where_it_matters():
     batch = Batch(mask, numbers, numbers, inputs=Inputs(ids, ids, ids, numbers))
     for objective, rows in ((P3O(), 2), (P3O(ess_scope="micro_batch"), 16)):
         trainer = trainer_module.Trainer(replace(SMALL, objective=objective), jax.devices()[:1])
-        assert [part.mask.shape for part in trainer.minibatches(batch)] == [(rows, 8)] * 2
+        assert [part.mask.shape for part in trainer.updates.minibatches(batch)] == [(rows, 8)] * 2
 
 
 def test_bfloat16_rollouts_show_as_an_ess_below_one(tmp_path):

@@ -23,25 +23,23 @@ from __future__ import annotations
 import tempfile
 import time
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
-import numpy as np
 import tyro
 
 from experiments.quickstart import p3o
 from p3o_jax.checkpoint import newest_step
 from p3o_jax.compilation_cache import enable_compilation_cache
-from p3o_jax.config import Config, hyperparameters, to_json
-from p3o_jax.dynamic_sampling import Gathering
+from p3o_jax.config import Config, to_json
 from p3o_jax.lifecycle import Lifecycle
 from p3o_jax.prompts import prompt_batches
-from p3o_jax.rollouts import make_batch, readable
+from p3o_jax.recorder import Recorder
 from p3o_jax.run_directory import RunDirectory
 from p3o_jax.stopwatch import Stopwatch
 from p3o_jax.trainer import RunState, Trainer
-from p3o_jax.writers import Progress, Writer
 
 SEGMENT = 20
 
@@ -55,45 +53,36 @@ class Overhead:
 
 
 class Seen(NamedTuple):
-    """What records a run; None: nothing does."""
+    """What records a run."""
 
-    writer: Writer
+    recorder: Recorder
     life: Lifecycle
-    progress: Progress
 
 
 def steps(trainer: Trainer, run: RunState, prompts, count: int, seen: Seen | None) -> RunState:
-    """As `train` makes them."""
-    config = trainer.config
-    made, state, ring, loop = run
-    for step in range(made + 1, made + count + 1):
+    """As `train` makes them; without `seen` nothing is recorded."""
+    for _ in range(count):
+        made, state, ring, loop = run
+        step = made + 1
         clock = seen.life.begin(step) if seen else Stopwatch(step, "sample")
-        of_step = next(prompts)
-        asked = trainer.local(of_step)
-        rollout = trainer.sample(ring, asked, step)
-        clock.begin("score")
-        gathering = Gathering(config.zero_variance, config.max_sampled_batches, trainer.mesh)
-        gathering.add(of_step, rollout, trainer.scorer(asked, rollout))
-        gathered = gathering.gathered()
-        rollout, scores = gathered.rollout, gathered.scores
-        advantages = trainer.advantages(scores, rollout.group)
-        temperature = config.learner_temperature
-        batch = make_batch(rollout, advantages, learner_temperature=temperature, step=step - 1, kept=gathered.kept)
+        between = partial(seen.life.between, run) if seen else lambda: None
+        gathered = trainer.gather(prompts, ring, step, clock, between)
+        advantages = trainer.advantages(gathered)
+        batch = trainer.batch(gathered, advantages, step)
         clock.begin("learn")
-        state, metrics, of_tokens = trainer.learn(state, batch, rollout.group, ring.behaviour[1], Path("nonfinite.npz"))
-        ring.push(step, trainer.remember(state, step))
+        group = gathered.rollout.group
+        updated = trainer.updates(state, batch, group, ring.behaviour[1], Path("nonfinite.npz"))
+        ring.push(step, trainer.remember(updated.state, step))
+        run = RunState(step, updated.state, ring, loop | {"prompt_position": gathered.position})
         clock.begin("write")
         if seen:
-            metrics |= gathered.metrics | trainer.rollout_metrics(gathered, step)
-            metrics |= trainer.speed(clock.seconds, rollout, gathered.sampled)
-            seen.progress.update(step, seen.writer.write(step, metrics))
-            if config.is_due(step, config.write_rollouts_every):
-                rows = rollout, np.asarray(scores.rewards), advantages, trainer.token_log_probs(batch, of_tokens)
-                seen.writer.rollouts(step, readable(of_step, *rows, tokenizer=trainer.tokenizer))
+            metrics = updated.metrics | trainer.rollout_metrics(gathered, step, since=loop["prompt_position"])
+            metrics |= trainer.speed(clock.seconds, gathered)
+            seen.recorder.step(step, metrics, gathered, batch, advantages, updated.log_probs)
             clock.begin("save")
-            seen.life.end_step(RunState(step, state, ring, loop), metrics)
+            seen.life.end_step(run, metrics)
         clock.end()
-    return RunState(made + count, state, ring, loop)
+    return run
 
 
 def main(asked: Overhead) -> None:
@@ -106,15 +95,14 @@ def main(asked: Overhead) -> None:
     with tempfile.TemporaryDirectory() as directory:
         opened = RunDirectory.open(Path(directory, "run"), to_json(on), ["overhead"])
         with (
-            Writer(opened.path) as writer,
-            Lifecycle(trainers[True], opened, before_save=writer.flush) as life,
-            Progress(total) as progress,
+            Recorder(trainers[True], opened) as recorder,
+            Lifecycle(trainers[True], opened, before_save=recorder.flush) as life,
             trainers[True].scorer,
             trainers[False].scorer,
         ):
-            writer.describe(hyperparameters(on))
-            seen = Seen(writer, life, progress)
+            seen = Seen(recorder, life)
             run = life.start()
+            recorder.start_at(1)
             prompts = prompt_batches(
                 on.task, on.seed, on.prompts_per_step, position=0, tokenizer=trainers[True].tokenizer
             )

@@ -19,7 +19,7 @@ from p3o_jax.config import Config
 from p3o_jax.models.transformer import TransformerConfig
 from p3o_jax.optimizer import OptimizerConfig
 from p3o_jax.tasks import SortDigits
-from p3o_jax.trainer import Trainer
+from p3o_jax.updates import Updates
 
 
 @dataclass(frozen=True)
@@ -48,13 +48,13 @@ CONFIG = Config(
 
 def main() -> None:
     """Announces every step, and runs."""
-    learn = Trainer.learn
+    update = Updates.__call__
 
     def announcing(self, state, batch, *rest):
         print("now: learning", flush=True)
-        return learn(self, state, batch, *rest)
+        return update(self, state, batch, *rest)
 
-    Trainer.learn = announcing
+    Updates.__call__ = announcing
     jax.config.update("jax_numpy_dtype_promotion", "strict")
     run_experiment("faults_program", "A run to which things happen.", {"tiny": CONFIG})
 

@@ -13,7 +13,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from p3o_jax import config as config_lib
-from p3o_jax import trainer as trainer_module
+from p3o_jax import updates as updates_module
 from p3o_jax.chips import CHIPS, Chip
 from p3o_jax.config import Config
 from p3o_jax.models.transformer import TransformerConfig
@@ -367,8 +367,8 @@ def test_objectives_are_given_what_they_ask_for(tmp_path, objective, minibatches
 def test_a_run_does_not_depend_on_packing(tmp_path, monkeypatch):
     """Responses from 1 to 30 tokens, of which several fit into a row; the same updates, in fewer rows."""
     shapes = []
-    packing = trainer_module.pack
-    monkeypatch.setattr(trainer_module, "pack", lambda *a: shapes.append(packing(*a)) or shapes[-1])
+    packing = updates_module.pack
+    monkeypatch.setattr(updates_module, "pack", lambda *a: shapes.append(packing(*a)) or shapes[-1])
     config = replace(SMALL, task=Rambling(length=3), objective=Gspo(), num_steps=2, evaluate_every=0)
     config = replace(config, write_rollouts_every=0)  # which packs again
     packed, padded = run(tmp_path / "packed", config), run(tmp_path / "padded", replace(config, pack=False))
@@ -386,7 +386,7 @@ def test_what_is_in_a_micro_batch_is_not_changed_where_it_matters():
     numbers, ids = np.zeros(mask.shape, np.float32), np.zeros(mask.shape, np.int32)
     batch = Batch(mask, numbers, numbers, inputs=Inputs(ids, ids, ids, numbers))
     for objective, rows in ((P3O(), 2), (P3O(ess_scope="micro_batch"), 16)):
-        trainer = trainer_module.Trainer(replace(SMALL, objective=objective), jax.devices()[:1])
+        trainer = Trainer(replace(SMALL, objective=objective), jax.devices()[:1])
         assert [part.mask.shape for part in trainer.updates.minibatches(batch)] == [(rows, 8)] * 2
 
 

@@ -70,12 +70,12 @@ def test_logits_of_ragged_rows_equal_transformers(name):
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_decoding_after_a_prefill_equals_transformers(name):
-    """Each row at a position of its own; slots that are not filled yet hold NaN in the keys' and values' place."""
+    """Each row at a position of its own; slots that are not filled yet hold what would show."""
     tokens, lengths, expected = golden(name)
     prompt = jnp.asarray(tokens[:, :12])
     _, cache, _ = whole(model(name), prompt)
-    room = ((0, 0), (0, 0), (0, tokens.shape[1] - 12), (0, 0), (0, 0))
-    cache = KVCache(*(jnp.pad(part, room, constant_values=1e3) for part in cache))
+    room = ((0, 0), (0, 0), (0, 0), (0, tokens.shape[1] - 12), (0, 0))
+    cache = KVCache(*(jnp.pad(part, room, constant_values=1e3) for part in (cache.keys, cache.values)))
     at = np.array([12, 9, 4])
     for _ in range(12):
         logits, cache = decode(model(name), jnp.asarray(tokens[np.arange(3), at]), jnp.asarray(at, jnp.int32), cache)

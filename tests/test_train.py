@@ -349,8 +349,8 @@ def test_the_precision_gap_is_what_is_left_at_the_same_parameters(tmp_path):
     ("objective", "minibatches", "tags"),
     [
         (P4O(kl="top_k"), 2, {"loss/mixture_kl", "policy/ess/policy_to_proximal"}),
-        pytest.param(P3O(kl="exact"), 1, {"loss/behaviour_kl"}, marks=pytest.mark.slow),
-        pytest.param(P3O(kl="top_k"), 1, {"loss/behaviour_kl"}, marks=pytest.mark.slow),
+        pytest.param(P3O(kl="exact"), 1, {"loss/behaviour_kl"}, marks=pytest.mark.long),
+        pytest.param(P3O(kl="top_k"), 1, {"loss/behaviour_kl"}, marks=pytest.mark.long),
     ],
     ids=["p4o_top_k", "p3o_exact", "p3o_top_k"],
 )
@@ -414,7 +414,7 @@ def test_training_goes_on_without_the_rows_whose_verifier_fails(tmp_path):
     assert config_lib.load(tmp_path / "run" / "config.json").task == config.task
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_reward_rises(tmp_path):
     """From a warm start that leaves room, on four digits; the quickstart does the same on ten."""
     config = replace(

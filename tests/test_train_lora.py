@@ -27,7 +27,7 @@ def without_times(path) -> list[dict]:
     return [{tag: x for tag, x in line.items() if not tag.startswith("time/")} for line in read_metrics(path)]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_resumed_run_is_the_run(tmp_path):
     """With sampler weights of past policies, into which adapters are merged; the policy that sampled is the one that
     learns, so with matched temperatures the first step is on-policy."""

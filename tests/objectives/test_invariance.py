@@ -39,6 +39,9 @@ def policy_and_batch(arguments):
     return policy, Batch(**{name: arguments[name] for name in names})
 
 
+# Of every kind of statistics and aggregation one; the others are among the long tests.
+FEW = ("p3o", "p4o", "snapshot", "grpo", "gspo", "rloo", "vcpo", "truncated_is_sequence")
+EVERY = [name if name in FEW else pytest.param(name, marks=pytest.mark.long) for name in OBJECTIVES]
 EIGHT_ROUNDINGS = 8 * 2.0**-23  # relative to the largest term of a sum, which may cancel
 
 
@@ -57,7 +60,7 @@ def assert_same(actual, expected):
         )
 
 
-@pytest.mark.parametrize("name", OBJECTIVES)
+@pytest.mark.parametrize("name", EVERY)
 def test_three_micro_batches_of_unequal_token_counts(name):
     objective, arguments = OBJECTIVES[name], random_batch()
     row = np.arange(8)
@@ -160,7 +163,7 @@ def test_global_arrays_under_jit():
     assert_same(result, expected_of("p4o"))
 
 
-@pytest.mark.parametrize("name", OBJECTIVES)
+@pytest.mark.parametrize("name", EVERY)
 def test_padding_and_masked_rows_change_nothing(name):
     """58 more columns of NaN, beside a row that is masked throughout: same loss, same gradient."""
 

@@ -25,6 +25,7 @@ OF_LAYER = SLOTS * CONFIG.num_kv_heads * TOKENS * CONFIG.head_dim * 4
 """Bytes of a layer's keys, or values."""
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("platform", ["cpu", "tpu"])
 def test_no_token_copies_the_cache(platform, monkeypatch):
     """With slots that are refilled: the cache is there once and written in place.

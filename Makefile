@@ -4,6 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP_INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
+# One more than there are cores: some tests wait for processes and for time-outs. No more than memory holds.
+WORKERS = $(shell n=$$(getconf _NPROCESSORS_ONLN); echo $$((n < 7 ? n + 1 : 8)))
+
 .DEFAULT_GOAL := help
 .PHONY: help quickstart test test-long lint format constraints clean
 
@@ -21,10 +24,10 @@ quickstart: $(VENV)/.core
 	$(BIN)/python -m experiments.quickstart
 
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 test-long: $(VENV)/.dev
-	$(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal -m long
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m long
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check

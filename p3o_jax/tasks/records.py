@@ -9,6 +9,7 @@ from __future__ import annotations
 import glob
 import json
 import mmap
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -101,12 +102,12 @@ def text_of(value: Any, path: str, where: str) -> str:
     return text
 
 
-class _ReadByRow:
-    def __len__(self) -> int:
-        raise NotImplementedError
+class _ReadByRow(ABC):
+    @abstractmethod
+    def __len__(self) -> int: ...
 
-    def __getitem__(self, row: int) -> dict[str, Any]:
-        raise NotImplementedError
+    @abstractmethod
+    def __getitem__(self, row: int) -> dict[str, Any]: ...
 
     def scan(self, paths: Sequence[str]) -> Iterator[dict[str, Any]]:
         return (self[row] for row in range(len(self)))

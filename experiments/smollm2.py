@@ -46,8 +46,8 @@ def lora() -> Config:
         samples_per_prompt=4,
         num_steps=24,
         evaluate_every=24,
-        evaluation_prompts=20,
-        evaluation_samples=16,
+        evaluation_prompts=40,
+        evaluation_samples=8,
         save_every=24,
         write_rollouts_every=10,
     )

@@ -161,8 +161,8 @@ def readable(
                 "temperature": float(rollout.temperature[i]),
                 "token_ids": rollout.tokens[i, response].tolist(),
                 "tokens": [tokenizer.decode([int(token)]) for token in rollout.tokens[i, response]],
-                "behaviour_log_probs": [round(float(x), 6) for x in behaviour],
-                "log_ratios": [round(float(x), 6) for x in log_ratios],
+                "behaviour_log_probs": np.round(behaviour.astype(np.float64), 6).tolist(),
+                "log_ratios": np.round(log_ratios.astype(np.float64), 6).tolist(),
             }
         )
     return rows

@@ -99,7 +99,7 @@ class Writer:
             path = self._dir / "rollouts" / f"step_{step}.jsonl"
             with _naming(path):
                 path.parent.mkdir(exist_ok=True)
-                lines = (json.dumps(_json_tree(row), ensure_ascii=False) + "\n" for row in rows)
+                lines = (_json_line(row) for row in rows)
                 write_atomically(path, "".join(lines))
 
     def flush(self) -> None:
@@ -177,6 +177,14 @@ def _read_lines(path: Path) -> list[dict[str, Any]]:
 
 def _to_json(value: float) -> float | str:
     return value if math.isfinite(value) else str(value)
+
+
+def _json_line(row: Mapping[str, Any]) -> str:
+    """A row of rollouts; it is only where something in it is not finite that every value has to be looked at."""
+    try:
+        return json.dumps(row, ensure_ascii=False, allow_nan=False, default=lambda value: value.tolist()) + "\n"
+    except ValueError:
+        return json.dumps(_json_tree(row), ensure_ascii=False) + "\n"
 
 
 def _json_tree(value: Any) -> Any:

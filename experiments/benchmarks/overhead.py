@@ -3,13 +3,13 @@
     python -m experiments.benchmarks.overhead [--segments 16]
 
 The quickstart's P3O run, from where a real one starts. Segments of 30 steps with everything on as it is in that run
-(scalars, histograms, the stored log-ratios, status and watchdog; rollouts and samples every 20 steps, a checkpoint every
+(scalars, histograms, the stored log-ratios, status, watchdog; rollouts and samples every 20 steps, a checkpoint every
 30) and with nothing of it, in turn, in one process, so that how fast the machine is just then falls on both. What the
 update itself computes for its metrics is in both; it is part of the algorithm's program. Evaluations, a choice of their
 own, are in neither.
 
-One run of 480 steps of each kind on two cores with nothing else to do: 0.2810 / 0.2722 s of processor time a step (ratio
-1.032) and 0.1881 / 0.1812 s of wall time (1.038; by the median over pairs of segments 1.075, their range 0.84 to 1.24).
+One run of 480 steps of each kind on two cores with nothing else to do: 0.2810 / 0.2722 s of processor time a step
+(ratio 1.032) and 0.1881 / 0.1812 s of wall time (1.038; median over pairs of segments 1.075, their range 0.84 to 1.24).
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -176,10 +177,15 @@ def environment() -> dict[str, Any]:
             for key, value in sorted(os.environ.items())
             if key.startswith(("JAX_", "XLA_", "LIBTPU_", "NCCL_"))
         },
-        "packages": dict(
-            sorted((d.metadata["Name"], d.version) for d in metadata.distributions() if d.metadata["Name"])
-        ),
+        "packages": _packages(),
     }
+
+
+@cache
+def _packages() -> dict[str, str]:
+    """Versions by name. Reading them takes a while: every package's description is parsed."""
+    described = [distribution.metadata for distribution in metadata.distributions()]
+    return dict(sorted((each["Name"], each["Version"]) for each in described if each["Name"]))
 
 
 def _commit() -> dict[str, Any] | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from dataclasses import replace
+from functools import cache
 
 import jax
 import jax.numpy as jnp
@@ -44,6 +45,7 @@ def make_batch(rows: int = ROWS, seed: int = 0) -> Batch:
     )
 
 
+@cache  # and with it what it has compiled
 def make_learner(objective=None, shape=None, micro_batches=1, optimizer=OPTIMIZER) -> Learner:
     """On one device unless a mesh shape over all 8 is given."""
     mesh = make_mesh(shape) if shape else make_mesh(devices=jax.devices()[:1])

@@ -176,6 +176,7 @@ def test_a_resumed_run_is_the_run(tmp_path):
         assert rollouts(interrupted, step) == rollouts(tmp_path / "whole", step)
 
 
+@pytest.mark.long
 def test_resuming_before_the_first_checkpoint_starts_again(tmp_path):
     expected = run(tmp_path / "whole", replace(SMALL, num_steps=2))
     interrupted = tmp_path / "interrupted"
@@ -202,6 +203,7 @@ def test_staleness_is_how_old_the_sampling_policy_is(tmp_path):
     assert lines[3]["policy/log_ratio_abs_mean"] > fresh[3]["policy/log_ratio_abs_mean"]
 
 
+@pytest.mark.long
 def test_micro_batches_do_not_change_a_run(tmp_path):
     lines = run(tmp_path / "1"), run(tmp_path / "4", replace(SMALL, micro_batches=4))
     for a, b in zip(*lines, strict=True):
@@ -364,6 +366,7 @@ def test_objectives_are_given_what_they_ask_for(tmp_path, objective, minibatches
         assert line["optim/skipped_updates"] == 0
 
 
+@pytest.mark.long
 def test_a_run_does_not_depend_on_packing(tmp_path, monkeypatch):
     """Responses from 1 to 30 tokens, of which several fit into a row; the same updates, in fewer rows."""
     shapes = []

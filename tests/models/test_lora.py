@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +29,7 @@ ADAPTERS = Lora(rank=3, alpha=6.0)
 MODEL = replace(PLAIN, lora=ADAPTERS)
 
 
+@cache  # and with it what it has compiled
 def make_learner(model: TransformerConfig, shape: MeshShape | None = None, micro_batches: int = 1) -> Learner:
     mesh = make_mesh(shape) if shape else make_mesh(devices=jax.devices()[:1])
     optimizer = OptimizerConfig(learning_rate=1e-2, weight_decay=0.1)

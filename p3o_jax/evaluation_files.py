@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from p3o_jax.run_directory import write_atomically
+from p3o_jax.runs.directory import write_atomically
 
 _TABLE_PROMPTS = 20
 _CELL_CHARACTERS = 400

@@ -11,14 +11,14 @@ from typing import Any
 
 import numpy as np
 
-from p3o_jax.checkpoint import Checkpoints
-from p3o_jax.preemption import Preempted, Preemption
 from p3o_jax.processes import agreed_any, fail_together
-from p3o_jax.run_directory import RunDirectory
-from p3o_jax.run_status import RunStatus
-from p3o_jax.stopwatch import Stopwatch
+from p3o_jax.runs.checkpoint import Checkpoints
+from p3o_jax.runs.directory import RunDirectory
+from p3o_jax.runs.preemption import Preempted, Preemption
+from p3o_jax.runs.status import RunStatus
+from p3o_jax.runs.stopwatch import Stopwatch
+from p3o_jax.runs.watchdog import Watchdog
 from p3o_jax.trainer import RunState, Trainer
-from p3o_jax.watchdog import Watchdog
 
 _logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from p3o_jax.config import hyperparameters
 from p3o_jax.dynamic_sampling import Gathered
 from p3o_jax.processes import all_rows, fail_together
 from p3o_jax.rollouts import readable
-from p3o_jax.run_directory import RunDirectory
+from p3o_jax.runs.directory import RunDirectory
 from p3o_jax.trainer import Trainer
 from p3o_jax.types import Batch
 from p3o_jax.writers import Progress, Writer

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import jax
 
-from p3o_jax.checkpoint import newest_step
 from p3o_jax.config import Config, to_json
 from p3o_jax.lifecycle import Lifecycle
 from p3o_jax.precision import describe
@@ -16,7 +15,8 @@ from p3o_jax.processes import fail_together
 from p3o_jax.profiling import Profiler
 from p3o_jax.prompts import prompt_batches
 from p3o_jax.recorder import Recorder
-from p3o_jax.run_directory import MAY_DIFFER, RunDirectory
+from p3o_jax.runs.checkpoint import newest_step
+from p3o_jax.runs.directory import MAY_DIFFER, RunDirectory
 from p3o_jax.trainer import RunState, Trainer
 
 

@@ -14,7 +14,6 @@ import numpy as np
 from jax.sharding import Mesh
 
 from p3o_jax import sharding
-from p3o_jax.checkpoint import Checkpoints
 from p3o_jax.config import Config, resolve, validate
 from p3o_jax.dynamic_sampling import Gathered, Gathering
 from p3o_jax.evaluate import evaluate
@@ -27,10 +26,11 @@ from p3o_jax.objectives import Reinforce
 from p3o_jax.processes import fail_together, row_part
 from p3o_jax.prompts import evaluation_sets
 from p3o_jax.rollouts import PolicyRing, local_prompts, make_batch, rollout_metrics
+from p3o_jax.runs.checkpoint import Checkpoints
+from p3o_jax.runs.stopwatch import Stopwatch, speed
 from p3o_jax.sampler import Sampler, SamplingLimits
 from p3o_jax.scoring import Scorer, agreed, score_metrics
 from p3o_jax.sharding import MeshShape
-from p3o_jax.stopwatch import Stopwatch, speed
 from p3o_jax.tasks.base import Prompt
 from p3o_jax.types import Batch, Rollout
 from p3o_jax.updates import Updates

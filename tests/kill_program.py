@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 import jax
 
-from p3o_jax import checkpoint
 from p3o_jax.cli import run_experiment
 from p3o_jax.config import Config
 from p3o_jax.lifecycle import Lifecycle
@@ -19,6 +18,7 @@ from p3o_jax.models.lora import Lora
 from p3o_jax.models.transformer import TransformerConfig
 from p3o_jax.objectives import P3OSnapshot
 from p3o_jax.optimizer import OptimizerConfig
+from p3o_jax.runs import checkpoint
 from p3o_jax.tasks import SortDigits
 
 

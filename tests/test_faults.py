@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from p3o_jax import run_status
-from p3o_jax.checkpoint import steps_in
+from p3o_jax.runs import status as run_status
+from p3o_jax.runs.checkpoint import steps_in
 from p3o_jax.writers import read_metrics
 
 ROOT = Path(__file__).parents[1]

@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from p3o_jax import run_status
-from p3o_jax.checkpoint import Checkpoints, steps_in
 from p3o_jax.config import Config
 from p3o_jax.models.transformer import TransformerConfig
 from p3o_jax.nonfinite import read_dump
 from p3o_jax.optimizer import OptimizerConfig
-from p3o_jax.preemption import Preempted
+from p3o_jax.runs import status as run_status
+from p3o_jax.runs.checkpoint import Checkpoints, steps_in
+from p3o_jax.runs.preemption import Preempted
 from p3o_jax.tasks import SortDigits
 from p3o_jax.train import train
 from p3o_jax.trainer import Trainer

@@ -12,7 +12,7 @@ import pytest
 from p3o_jax.cli import parse
 from p3o_jax.config import Config
 from p3o_jax.profiling import Profiler, parse_steps
-from p3o_jax.stopwatch import Stopwatch
+from p3o_jax.runs.stopwatch import Stopwatch
 
 PHASES = ("sample", "score", "learn", "evaluate", "write", "save")
 

@@ -30,8 +30,8 @@ from p3o_jax.config import Config, to_json
 from p3o_jax.lifecycle import Lifecycle
 from p3o_jax.prompts import prompt_batches
 from p3o_jax.recorder import Recorder
-from p3o_jax.run_directory import RunDirectory
-from p3o_jax.stopwatch import Stopwatch
+from p3o_jax.runs.directory import RunDirectory
+from p3o_jax.runs.stopwatch import Stopwatch
 from p3o_jax.trainer import RunState, Trainer
 
 SEGMENT = 30  # with one checkpoint in its middle, so that what is done of it in the background falls on its own kind

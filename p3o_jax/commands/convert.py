@@ -17,7 +17,7 @@ def run(arguments: Sequence[str]) -> None:
         ValueError: an unknown layout, or a row that cannot be read, with its file and line.
         FileExistsError: the output is there already.
     """
-    from p3o_jax.run_directory import write_atomically
+    from p3o_jax.runs.directory import write_atomically
     from p3o_jax.tasks import Dataset
     from p3o_jax.tasks.specification import LAYOUTS, task_of
 

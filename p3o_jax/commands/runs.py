@@ -33,7 +33,7 @@ def run(arguments: Sequence[str]) -> None:
 
 def table(run_dirs: Sequence[Path], base: Path) -> list[str]:
     """The lines: a header, then one a run."""
-    from p3o_jax import run_status  # not at once: they bring JAX, which takes seconds
+    from p3o_jax.runs import status as run_status  # not at once: they bring JAX, which takes seconds
     from p3o_jax.writers import read_metrics
 
     rows = [("run", "step", "reward", "ESS", "state")]

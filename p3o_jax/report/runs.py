@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from p3o_jax import run_status
-from p3o_jax.run_directory import MAY_DIFFER
+from p3o_jax.runs import status as run_status
+from p3o_jax.runs.directory import MAY_DIFFER
 from p3o_jax.writers import read_metrics
 
 CLASS = "class"

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, UInt32
 
-from p3o_jax.run_directory import write_atomically
+from p3o_jax.runs.directory import write_atomically
 
 MANIFEST = "files.json"
 _END_BYTES = 65_536

@@ -17,8 +17,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from p3o_jax.preemption import Preempted
-from p3o_jax.run_directory import write_atomically
+from p3o_jax.runs.directory import write_atomically
+from p3o_jax.runs.preemption import Preempted
 
 FILE = "status.json"
 _SECONDS_BETWEEN_WRITES = 10.0

@@ -7,8 +7,8 @@ import time
 import jax
 import jax.numpy as jnp
 
-from p3o_jax.stopwatch import Stopwatch
-from p3o_jax.watchdog import Watchdog
+from p3o_jax.runs.stopwatch import Stopwatch
+from p3o_jax.runs.watchdog import Watchdog
 
 
 def watched(limit: float, body) -> list[str]:

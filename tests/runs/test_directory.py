@@ -6,7 +6,7 @@ import re
 import jax
 import pytest
 
-from p3o_jax.run_directory import RunDirectory, environment, write_atomically
+from p3o_jax.runs.directory import RunDirectory, environment, write_atomically
 
 CONFIG = {"seed": 0, "num_steps": 60, "objective": {"class": "P3O", "kl": "k3"}, "mesh": {"data": 1}}
 ARGV = ["python", "-m", "experiments.quickstart", "p3o", "--run-dir", "a b"]

@@ -14,9 +14,9 @@ from types import FrameType, TracebackType
 import jax
 from jax._src import distributed
 
-from p3o_jax.stopwatch import Stopwatch
+from p3o_jax.runs.stopwatch import Stopwatch
 
-_PACKAGE = str(Path(__file__).parent)
+_PACKAGE = str(Path(__file__).parents[1])
 _OF_COMPILATION = tuple(
     os.path.join("jax", "_src", *name)
     for name in (("interpreters", "partial_eval.py"), ("interpreters", "mlir.py"), ("compiler.py",))

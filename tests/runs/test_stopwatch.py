@@ -9,7 +9,7 @@ import pytest
 from p3o_jax.chips import CHIPS
 from p3o_jax.models.flops import update_flops
 from p3o_jax.models.transformer import TransformerConfig
-from p3o_jax.stopwatch import Stopwatch, speed
+from p3o_jax.runs.stopwatch import Stopwatch, speed
 from p3o_jax.types import FinishReason, Rollout
 
 

@@ -11,10 +11,10 @@ from contextlib import suppress
 
 import pytest
 
-from p3o_jax import run_status
 from p3o_jax.commands import runs
-from p3o_jax.preemption import Preempted
-from p3o_jax.run_status import RunStatus
+from p3o_jax.runs import status as run_status
+from p3o_jax.runs.preemption import Preempted
+from p3o_jax.runs.status import RunStatus
 
 
 @pytest.mark.parametrize(
@@ -40,7 +40,7 @@ def test_how_a_run_ended(tmp_path, error, state, reason):
 def test_a_killed_run_is_lost_and_not_running(tmp_path):
     program = f"""
 import os, signal, sys
-from p3o_jax.run_status import RunStatus
+from p3o_jax.runs.status import RunStatus
 with RunStatus({str(tmp_path)!r}, 9):
     os.kill(os.getpid(), signal.SIGKILL)
 """

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 
-from p3o_jax.preemption import Preemption
+from p3o_jax.runs.preemption import Preemption
 
 
 def test_a_request_is_noticed_and_the_handler_put_back():
@@ -39,7 +39,7 @@ def test_a_second_signal_ends_the_process_even_where_python_does_not_run():
     """The main thread waits in C for a lock that nobody opens, where no handler of Python's runs."""
     program = """
 import ctypes, sys
-from p3o_jax.preemption import Preemption
+from p3o_jax.runs.preemption import Preemption
 with Preemption():
     libc = ctypes.PyDLL(None)  # keeps the interpreter's lock in vain: the call below blocks in C
     print("ready", flush=True)

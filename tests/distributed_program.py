@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
@@ -19,21 +19,12 @@ import numpy as np
 from p3o_jax import processes
 from p3o_jax.compilation_cache import enable_compilation_cache
 from p3o_jax.config import Config
-from p3o_jax.models.transformer import TransformerConfig
 from p3o_jax.optimizer import OptimizerConfig
 from p3o_jax.rollouts import local_prompts, make_batch
 from p3o_jax.sharding import MeshShape
-from p3o_jax.tasks import SortDigits
 from p3o_jax.train import train
 from p3o_jax.trainer import Trainer
-
-
-@dataclass(frozen=True)
-class GradedSort(SortDigits):
-    """With credit for every digit in its place, so that an untrained policy has something to learn from."""
-
-    def reward(self, prompt, completion):
-        return sum(a == b for a, b in zip(completion, prompt.answer, strict=False)) / len(prompt.answer)
+from tests.small_run import MODEL, GradedSort
 
 
 class Broken(GradedSort):
@@ -47,7 +38,7 @@ class Broken(GradedSort):
 
 CONFIG = Config(
     task=GradedSort(length=3),
-    model=TransformerConfig(num_layers=1, embed_dim=16, num_heads=2, num_kv_heads=2, head_dim=8, mlp_dim=32),
+    model=MODEL,
     optimizer=OptimizerConfig(learning_rate=1e-3),
     mesh=MeshShape(data=2, fsdp=2, tensor=2),
     sampler_temperature=1.5,  # off-policy from the first update, so that no ratio is at the cap by rounding

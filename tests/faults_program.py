@@ -9,33 +9,28 @@ from __future__ import annotations
 
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 import jax
 
 from p3o_jax.cli import run_experiment
 from p3o_jax.config import Config
-from p3o_jax.models.transformer import TransformerConfig
 from p3o_jax.optimizer import OptimizerConfig
-from p3o_jax.tasks import SortDigits
 from p3o_jax.updates import Updates
+from tests.small_run import MODEL, GradedSort
 
 
-@dataclass(frozen=True)
-class GradedSort(SortDigits):
-    """With credit for every digit in its place, so that an untrained policy has something to learn from."""
+class Slow(GradedSort):
+    """Slow enough to be caught in the middle of it."""
 
     def reward(self, prompt, completion):
-        time.sleep(SECONDS_OF_A_REWARD)
-        return sum(a == b for a, b in zip(completion, prompt.answer, strict=False)) / len(prompt.answer)
+        time.sleep(0.01)
+        return super().reward(prompt, completion)
 
-
-SECONDS_OF_A_REWARD = 0.01  # slow enough to be caught in the middle of it
 
 CONFIG = Config(
-    task=GradedSort(length=3),
-    model=TransformerConfig(num_layers=1, embed_dim=16, num_heads=2, num_kv_heads=2, head_dim=8, mlp_dim=32),
+    task=Slow(length=3),
+    model=MODEL,
     optimizer=OptimizerConfig(learning_rate=1e-3),
     prompts_per_step=8,
     samples_per_prompt=4,

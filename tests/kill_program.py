@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import replace
 
 import jax
 
@@ -15,27 +15,15 @@ from p3o_jax.cli import run_experiment
 from p3o_jax.config import Config
 from p3o_jax.lifecycle import Lifecycle
 from p3o_jax.models.lora import Lora
-from p3o_jax.models.transformer import TransformerConfig
 from p3o_jax.objectives import P3OSnapshot
 from p3o_jax.optimizer import OptimizerConfig
 from p3o_jax.runs import checkpoint
-from p3o_jax.tasks import SortDigits
-
-
-@dataclass(frozen=True)
-class GradedSort(SortDigits):
-    """With credit for every digit in its place, so that an untrained policy has something to learn from."""
-
-    def reward(self, prompt, completion):
-        return sum(a == b for a, b in zip(completion, prompt.answer, strict=False)) / len(prompt.answer)
-
+from tests.small_run import MODEL, GradedSort
 
 # All that a checkpoint can hold: adapters, moments, past policies, and snapshots of what sampled.
 CONFIG = Config(
     task=GradedSort(length=3),
-    model=TransformerConfig(
-        num_layers=1, embed_dim=16, num_heads=2, num_kv_heads=2, head_dim=8, mlp_dim=32, lora=Lora(rank=2)
-    ),
+    model=replace(MODEL, lora=Lora(rank=2)),
     objective=P3OSnapshot(kl="top_k"),
     support_tokens=3,
     optimizer=OptimizerConfig(learning_rate=1e-2, warmup_updates=4),

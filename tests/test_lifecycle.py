@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import signal
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -15,30 +15,20 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from p3o_jax.config import Config
-from p3o_jax.models.transformer import TransformerConfig
 from p3o_jax.nonfinite import read_dump
 from p3o_jax.optimizer import OptimizerConfig
 from p3o_jax.runs import status as run_status
 from p3o_jax.runs.checkpoint import Checkpoints, steps_in
 from p3o_jax.runs.preemption import Preempted
-from p3o_jax.tasks import SortDigits
 from p3o_jax.train import train
 from p3o_jax.trainer import Trainer
 from p3o_jax.warm_start import WarmStart
 from p3o_jax.writers import read_metrics
-
-
-@dataclass(frozen=True)
-class GradedSort(SortDigits):
-    """With credit for every digit in its place, so that an untrained policy has something to learn from."""
-
-    def reward(self, prompt, completion):
-        return sum(a == b for a, b in zip(completion, prompt.answer, strict=False)) / len(prompt.answer)
-
+from tests.small_run import MODEL, GradedSort
 
 SMALL = Config(
     task=GradedSort(length=3),
-    model=TransformerConfig(num_layers=1, embed_dim=16, num_heads=2, num_kv_heads=2, head_dim=8, mlp_dim=32),
+    model=MODEL,
     optimizer=OptimizerConfig(learning_rate=1e-3),
     prompts_per_step=8,
     samples_per_prompt=4,

@@ -46,7 +46,7 @@ def lora() -> Config:
         samples_per_prompt=4,
         num_steps=24,
         evaluate_every=24,
-        evaluation_prompts=40,
+        evaluation_prompts=20,
         evaluation_samples=8,
         save_every=24,
         write_rollouts_every=10,

@@ -9,9 +9,10 @@ import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, get_args, get_type_hints
 
 import jax
 import numpy as np
@@ -110,7 +111,7 @@ def parse(name: str, description: str, variants: Mapping[str, Config], arguments
     runs = {
         variant: tyro.cli(
             Run,
-            default=Run(variants[variant]),
+            default=Run(with_parts(variants[variant], flags)),
             prog=f"python -m experiments.{name} {variant}",
             description=f"{description} This variant: {describe(variants[variant])}.",
             args=flags,
@@ -125,6 +126,26 @@ def parse(name: str, description: str, variants: Mapping[str, Config], arguments
         if run.run_dir is not None and len(runs) > 1:
             raise ValueError("--run-dir needs a variant: each variant is a run of its own")
     return runs
+
+
+def with_parts(of: Any, flags: Sequence[str], prefix: str = "--") -> Any:
+    """The same dataclass, with those parts that are None but that a flag is about; for --help, with all it can have.
+
+    `--sampler-mesh.tensor 4` gives a run that has no `sampler_mesh` one with `tensor` 4 and otherwise its defaults.
+    """
+    asked = {"-h", "--help"} & set(flags)
+    hints = get_type_hints(type(of))
+    for field in fields(of):
+        name, part = f"{prefix}{field.name.replace('_', '-')}.", getattr(of, field.name)
+        named = any(flag.replace("_", "-").startswith(name) for flag in flags)
+        kinds: list[Any] = [kind for kind in get_args(hints[field.name]) if is_dataclass(kind)]
+        if part is None and len(kinds) == 1 and (named or asked):
+            required = [each.name for each in fields(kinds[0]) if each.default is each.default_factory is MISSING]
+            part = kinds[0](**dict.fromkeys(required, tyro.MISSING))
+        if is_dataclass(part):
+            with suppress(*[ValueError] if asked else []):  # parts that exclude each other
+                of = replace(of, **{field.name: with_parts(part, flags, name)})
+    return of
 
 
 def configuration(name: str) -> Config:

@@ -5,12 +5,16 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
 from experiments.quickstart import VARIANTS
 from p3o_jax.cli import parse, run_experiment, summary
+from p3o_jax.models.lora import Lora
+from p3o_jax.models.pretrained import Pretrained
 from p3o_jax.objectives import P3O
+from p3o_jax.sharding import MeshShape
 
 
 def parsed(*arguments):
@@ -34,6 +38,21 @@ def test_fields_are_flags():
     assert run.config.learner_temperature is None
     assert run.config.precision.weights == "bfloat16"
     assert parsed("p3o")["p3o"].config.objective == P3O()
+
+
+def test_a_flag_of_a_part_that_is_not_there_makes_it():
+    def config(*flags):
+        return parse("name", "Description.", {"p3o": replace(VARIANTS["p3o"], warm_start=None)}, flags)["p3o"].config
+
+    found = config("--sampler-mesh.tensor", "2", "--model.lora.rank", "3", "--pretrained.path", "x")
+    assert found.sampler_mesh == MeshShape(tensor=2)
+    assert found.model.lora == Lora(rank=3)
+    assert found.pretrained == Pretrained("x")
+    assert (config().sampler_mesh, config().model.lora, config().pretrained) == (None, None, None)
+    with pytest.raises(SystemExit):  # its path is missing
+        config("--pretrained.system_prompt", "sort")
+    with pytest.raises(ValueError, match="warm_start is for a randomly initialised model"):
+        parsed("p3o", "--pretrained.path", "x")
 
 
 @pytest.mark.parametrize(
@@ -82,7 +101,14 @@ def test_help_explains_every_field(capsys):
     with pytest.raises(SystemExit):
         parsed("p3o", "--help")
     text = capsys.readouterr().out
-    for flag in ("--staleness", "--objective.kl", "--task.length", "--run-dir", "--optimizer.clip-norm"):
+    for flag in (
+        "--staleness",
+        "--objective.kl",
+        "--task.length",
+        "--run-dir",
+        "--optimizer.clip-norm",
+        "--sampler-mesh.tensor",
+    ):
         assert flag in text
     assert "Rollouts are sampled by the policy of this many rollout steps ago." in " ".join(
         text.replace("│", " ").split()

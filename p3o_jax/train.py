@@ -62,6 +62,7 @@ def train(
     with fail_together():  # only process 0 looks into the directory
         directory = RunDirectory.open(run_dir, to_json(config), argv, resume=resume, may_differ=may_differ)
     with (
+        directory,
         Recorder(trainer, directory) as recorder,
         Lifecycle(trainer, directory, before_save=recorder.flush) as life,
         Profiler(directory.path, profile_steps) as profiler,

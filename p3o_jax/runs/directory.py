@@ -3,12 +3,14 @@
 config.json        the complete configuration
 command.txt        the command of every start, one a line
 environment.json   versions, devices, commit; one record a start
-status.json        what the run is doing (`run_status`)
+status.json        what the run is doing (`runs.status`)
+lock               held by the process that writes (by the first of several hosts)
 metrics.jsonl, events.out.tfevents.*, rollouts/, evaluations/, checkpoints/, nonfinite/     as the run writes them
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import platform
@@ -21,7 +23,8 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import IO, Any
 
 import jax
 
@@ -36,9 +39,10 @@ its devices share the work, which changes results by rounding only."""
 
 @dataclass(frozen=True)
 class RunDirectory:
-    """An opened run directory."""
+    """A run directory; one that was opened is held against other processes until its block, or the process, ends."""
 
     path: Path
+    lock: IO[str] | None = None
 
     @property
     def checkpoints(self) -> Path:
@@ -78,19 +82,34 @@ class RunDirectory:
 
         Raises:
             FileExistsError: the directory holds a run, or something else.
+            BlockingIOError: another process is writing it.
             ValueError: the run to be resumed has another configuration, or its records are damaged.
         """
         directory = cls(Path(path))
-        if jax.process_index() == 0:
-            if resume and (directory.path / "config.json").exists():
-                directory._check_same_run(config, may_differ)
-            else:
-                directory._check_free()
-            try:
-                directory._record(config, argv)
-            except OSError as error:
-                raise type(error)(f"cannot write the run directory {path}: {error}") from error
+        if jax.process_index() != 0:
+            return directory
+        if resume and (directory.path / "config.json").exists():
+            directory._check_same_run(config, may_differ)
+        else:
+            directory._check_free()
+        try:
+            directory.path.mkdir(parents=True, exist_ok=True)
+            directory = cls(directory.path, _lock(directory.path))
+            directory._record(config, argv)
+        except BlockingIOError:
+            raise
+        except OSError as error:
+            raise type(error)(f"cannot write the run directory {path}: {error}") from error
         return directory
+
+    def __enter__(self) -> RunDirectory:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.lock is not None:
+            self.lock.close()
 
     def _check_free(self) -> None:
         if (self.path / "config.json").exists():
@@ -123,7 +142,6 @@ class RunDirectory:
 
     def _record(self, config: Mapping[str, Any], argv: Sequence[str]) -> None:
         as_json = json.dumps(config, indent=2, allow_nan=False) + "\n"  # before anything is written
-        self.path.mkdir(parents=True, exist_ok=True)
         with open(self.path / "command.txt", "a") as file:
             file.write(shlex.join(argv) + "\n")
         starts_path = self.path / "environment.json"
@@ -136,7 +154,21 @@ class RunDirectory:
         write_atomically(self.path / "config.json", as_json)
 
 
-_OF_A_START = ("command.txt", "environment.json", "environment.json.tmp", "config.json.tmp")
+def _lock(path: Path) -> IO[str]:
+    """A file of a directory, locked until it is closed or the process ends, however it ends."""
+    file = open(path / "lock", "a")  # noqa: SIM115 -- it stays open
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        file.close()
+        message = f"{path} is being written by another process, which its status.json names: stop it, or let it end"
+        raise BlockingIOError(error.errno, message) from error
+    except OSError:
+        pass  # a file system without locks
+    return file
+
+
+_OF_A_START = ("lock", "command.txt", "environment.json", "environment.json.tmp", "config.json.tmp")
 """What a start that was cut short leaves: not a run yet."""
 _ABSENT = "absent"
 

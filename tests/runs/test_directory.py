@@ -2,6 +2,9 @@ from __future__ import annotations
 
 import json
 import re
+import signal
+import subprocess
+import sys
 
 import jax
 import pytest
@@ -45,6 +48,29 @@ def test_a_directory_of_something_else_is_refused(tmp_path):
     with pytest.raises(FileExistsError, match="is not a run"):
         RunDirectory.open(tmp_path / "thesis.tex", CONFIG, ARGV)
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+def test_only_one_process_at_a_time_writes_a_run(tmp_path):
+    with RunDirectory.open(tmp_path, CONFIG, ARGV):
+        with pytest.raises(BlockingIOError, match="is being written by another process"):
+            RunDirectory.open(tmp_path, CONFIG, ARGV, resume=True)
+        assert (tmp_path / "command.txt").read_text().count("\n") == 1
+    with RunDirectory.open(tmp_path, CONFIG, ARGV, resume=True):
+        pass
+
+
+def test_a_process_that_was_killed_holds_nothing(tmp_path):
+    program = f"""
+import os, signal
+from pathlib import Path
+from p3o_jax.runs.directory import RunDirectory
+with RunDirectory.open(Path({str(tmp_path)!r}), {CONFIG!r}, []):
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+    assert subprocess.run([sys.executable, "-c", program], timeout=120).returncode == -signal.SIGKILL
+    assert (tmp_path / "lock").exists()
+    with RunDirectory.open(tmp_path, CONFIG, ARGV, resume=True):
+        pass
 
 
 def test_resuming_keeps_a_record_of_every_start(tmp_path):

@@ -6,12 +6,29 @@
 
 The task is reasoning-gym's chain_sum with two numbers of one digit, "... arithmetic problem: 4 - 9 =", which the model
 is to finish in four tokens: it knows most sums, but is unsure of them, and of what is negative. int8 and fp8 sample in
-those formats what float32 trains.
+those formats, cache and all, what float32 trains.
 
-Seen so far, seeds 0 and 1: before training pass@1 is 0.30 and pass@4 0.55 to 0.70 (20 held-out prompts), and in float32
-the ESS of every step's only update is above 0.9999. No run of 24 steps has been finished yet, so that what training
-gains is open. With a learning rate of 1e-3, on numbers of up to two digits, ten steps gained nothing: the policy's
-entropy fell from 1.4 and 1.7 nats to 0.4 and 0.2 within six of them, and in most groups all samples were alike.
+Five to eight minutes a run on two cores with other work on them. pass@1 and pass@8 of 160 samples to 20 held-out
+prompts by the variant's own sampler, before and after 24 steps; gain in pass@1 with its standard error over prompts:
+
+    variant  seed  pass@1 before  after  gain            pass@8 before  after  ESS mean  ESS min
+    lora        0          0.350  0.681   0.33 +- 0.07           0.80   0.75   1.0000   1.0000
+    lora        1          0.312  0.637   0.32 +- 0.08           0.70   0.75   1.0000   1.0000
+    full        0          0.350  0.769   0.42 +- 0.09           0.80   0.85   1.0000   1.0000
+    int8        0          0.331  0.644   0.31 +- 0.10           0.75   0.70   0.9588   0.8116
+    int8        1          0.338  0.519   0.18 +- 0.07           0.80   0.80   0.9276   0.6140
+    fp8         0          0.450  0.356  -0.09 +- 0.14           0.85   0.55   0.9101   0.5839
+    fp8         1          0.388  0.681   0.29 +- 0.10           0.85   0.75   0.9531   0.8259
+
+What is learned is to be sure: the entropy falls from 1.5 nats to 0.1 (int8's seed 1: 0.6), while pass@8 and the most
+likely answer (0.7 right, before and after; 0.4 after fp8's seed 0) hardly move. With fp8 it is chance whether anything
+is: seed 0 had a reward of 0.88 in step 15 and of 0.10 in the last, its ESS was 0.58 in the step before. A learning rate
+of 1e-3, on numbers of up to two digits, gained nothing in ten steps: the entropy was gone within six.
+
+Larger models, by `p3o compile` for TPUs that are not there, with the flags above and prompts of 80 tokens: on v5e:2x4
+Qwen2.5-1.5B takes 11.9 of 16 GiB a device, and Qwen3-4B 6.6 with `--model.remat full`, a sampler in bfloat16
+(`--precision.weights bfloat16 --precision.activations bfloat16 --precision.kv-cache bfloat16`) and
+`--sampler-mesh.tensor 4`; on v5p:2x2x1 Qwen3-4B takes 34.9 of 95 GiB.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 import jax
+import pytest
 
 from p3o_jax.compilation_cache import enable_compilation_cache
 
@@ -21,3 +22,8 @@ jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 enable_compilation_cache()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Slow tests first, so that at the end no worker is left alone with one."""
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)

@@ -136,6 +136,7 @@ def run(path, config=CONFIG, **options):
     return lines, rollouts
 
 
+@pytest.mark.slow
 def test_a_run_that_resamples(tmp_path):
     lines, rollouts = run(tmp_path / "whole")
     position = 0

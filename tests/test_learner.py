@@ -229,6 +229,7 @@ def test_p3o_communicates_two_small_reductions_more_than_grpo():
         assert 4 * num_weights <= large[0].size_bytes < 4 * num_weights + 1000
 
 
+@pytest.mark.slow
 def test_the_number_of_collectives_does_not_grow_with_the_mesh():
     """Two devices or eight; and each layer's weights are gathered and its gradients scattered, however many share."""
     two, eight = (compiled_collectives(P3O(), MeshShape(data=n), 1, n) for n in (2, 8))

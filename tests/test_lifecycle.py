@@ -102,6 +102,7 @@ def test_a_run_that_loses_its_newest_checkpoint_is_the_run(whole, tmp_path, caps
     assert steps_in(path / "checkpoints")[-1] == 4
 
 
+@pytest.mark.slow
 def test_a_run_that_is_asked_to_end_saves_and_is_the_run(whole, tmp_path, monkeypatch):
     """Asked while it samples the second step, which it does not wait for; asked again in the middle of the third.
     Its checkpoints are not due at either. The same command, with --resume, starts it and continues it."""
@@ -166,6 +167,7 @@ def test_poisoned_data_end_the_run_and_are_kept(whole, tmp_path, poison):
     assert dump.batch.inputs.tokens.shape == dump.batch.mask.shape and dump.batch.support is None
 
 
+@pytest.mark.slow
 def test_a_run_goes_back_and_on_with_other_data(whole, tmp_path, poison):
     """To the checkpoint before; the third step is made of the fourth step's prompts, and the run goes on to its end."""
     path = tmp_path / "run"

@@ -30,6 +30,8 @@ from tests.models.stored_models import copy_with_tokenizer
 pytest.importorskip("tokenizers")
 pytest.importorskip("jinja2")
 
+pytestmark = pytest.mark.slow
+
 
 class LongerPrompts(SortDigits):
     """With room for the chat template around them, and a reward that an untrained model gets some of."""

@@ -28,6 +28,7 @@ class Nasty(SortDigits):
     reward: Reward = Function("tests.rewards.verifiers:sorted_or_else")
 
 
+@pytest.mark.slow
 def test_matched_policies_have_an_ess_of_one(tmp_path):
     """Nothing learned, equal temperatures: every ratio is 1 up to rounding, at every temperature, at every step."""
     still = replace(SMALL, optimizer=OptimizerConfig(learning_rate=0.0), num_steps=20, evaluate_every=0, save_every=99)
@@ -48,6 +49,7 @@ def test_the_learners_temperature_is_its_own(tmp_path):
     assert line["policy/ratio_mean"] == pytest.approx(1, abs=0.1)
 
 
+@pytest.mark.slow
 def test_one_device_and_eight_give_the_same_run(tmp_path):
     config = replace(SMALL, num_steps=3)
     one, eight = tmp_path / "one", tmp_path / "eight"
@@ -64,6 +66,7 @@ def test_one_device_and_eight_give_the_same_run(tmp_path):
                 assert b[tag] == pytest.approx(a[tag], rel=1e-4, abs=1e-6), tag
 
 
+@pytest.mark.slow
 def test_a_sampler_with_devices_of_its_own_gives_the_same_run(tmp_path):
     """Half of the devices learn, sharded by `fsdp`; the others sample, two to a row."""
     one = replace(SMALL, num_steps=2, evaluate_every=0)
@@ -94,6 +97,7 @@ def test_a_sampler_that_does_not_fit_is_refused_before_anything_compiles(changes
         Trainer(replace(SMALL, **changes), jax.devices())
 
 
+@pytest.mark.slow
 def test_staleness_is_how_old_the_sampling_policy_is(tmp_path):
     lines = run(tmp_path / "run", replace(SMALL, staleness=2, evaluate_every=0))
     assert [line["rollout/staleness_mean"] for line in lines] == [0, 1, 2, 2]
@@ -146,6 +150,7 @@ def test_bfloat16_rollouts_show_as_an_ess_below_one(tmp_path):
     assert line["policy/log_ratio_abs_max"] > 1e-4
 
 
+@pytest.mark.slow
 def test_training_goes_on_without_the_rows_whose_verifier_fails(tmp_path):
     config = replace(SMALL, task=Nasty(length=3), verifiers=Verifiers(timeout_seconds=0.3), num_steps=2)
     lines = run(tmp_path / "run", replace(config, evaluate_every=0))

@@ -17,6 +17,7 @@ from p3o_jax.types import Batch, Inputs
 from tests.small_run import SMALL, Rambling, run, without_times
 
 
+@pytest.mark.slow
 def test_the_snapshot_is_of_the_parameters_that_sampled(tmp_path):
     """Two steps ago, at the learner's precision: with a sampler of the same precision, no gap is left between the two,
     however far the policy has moved; after an interruption too."""

@@ -69,6 +69,7 @@ def test_a_run_leaves_what_one_needs_to_read_it(tmp_path, monkeypatch):
         run(path, replace(SMALL, optimizer=OptimizerConfig(learning_rate=0.1)), resume=True)
 
 
+@pytest.mark.slow
 def test_the_ratios_in_the_rollouts_are_those_of_the_logged_ess(tmp_path):
     """Of packed rows, cut into micro-batches over devices, back in the rollouts' own."""
     config = replace(SMALL, task=Rambling(length=3), sampler_temperature=1.5, learner_temperature=1.0, micro_batches=2)

@@ -12,6 +12,7 @@ from p3o_jax.precision import Precision
 from tests.small_run import SMALL, Interrupted, rollouts, run, without_times
 
 
+@pytest.mark.slow
 def test_a_resumed_run_is_the_run(tmp_path):
     """With rollouts from past policies, whose quantised weights must survive too."""
     precision = Precision("int8", "fp8_e4m3", "int8")

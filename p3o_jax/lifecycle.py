@@ -137,7 +137,10 @@ class Lifecycle:
 
     def _save(self, run: RunState, score: float) -> None:
         self._before_save()
-        self._checkpoints.save(run.step, run.state, run.ring.past, run.loop, float(score))
+        past = {
+            version: policy for version, policy in run.ring.past.items() if version != run.step
+        }  # that is the state's
+        self._checkpoints.save(run.step, run.state, past, run.loop, float(score))
 
     def _end(self, reason: str) -> None:
         """From the watchdog's thread: the main one cannot be asked."""

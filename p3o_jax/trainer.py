@@ -161,7 +161,11 @@ class Trainer:
             return within_streak or not loop["skipped_in_a_row"]
 
         found = checkpoints.restore(abstract, remembered, good)
-        return found and RunState(found.step, found.state, PolicyRing(self.config.staleness, found.past), found.loop)
+        if found is None:
+            return None
+        ring = PolicyRing(self.config.staleness, found.past)
+        ring.push(found.step, self.remember(found.state, found.step))
+        return RunState(found.step, found.state, ring, found.loop)
 
     @property
     def remembers_params(self) -> bool:

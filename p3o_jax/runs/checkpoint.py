@@ -1,9 +1,9 @@
 """Checkpoints by Orbax: saved in the background, committed atomically, checked before they are believed.
 
-A checkpoint is a folder named by its step with three items: `state`, the learner's (parameters and adapters, moments,
-counts), `past`, the policies that may still sample, and `meta`, what the loop holds on the host. Random numbers are
-functions of (seed, step, prompt, sample), so no generator is saved; rollouts never outlive their step, so neither are
-they.
+A checkpoint is a folder named by its step with up to three items: `state`, the learner's (parameters and adapters,
+moments, counts), `past`, the older policies that may still sample, and `meta`, what the loop holds on the host. Random
+numbers are functions of (seed, step, prompt, sample), so no generator is saved; rollouts never outlive their step, so
+neither are they; the sampler's newest weights are made anew from the state.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class Checkpoints:
         Args:
             step: rollout steps made.
             state: the learner's.
-            past: what is remembered of policies, by version.
+            past: what is remembered of older policies, by version.
             loop: what the loop holds on the host, the same on every process, as JSON values.
             score: of an evaluation at this step, the higher the better; NaN: there was none.
 
@@ -126,16 +126,11 @@ class Checkpoints:
         }
         self._scores[step] = score
         self.newest = self._saving = step
+        items = {"state": ocp.args.StandardSave(state), "meta": ocp.args.JsonSave(meta)}
+        if past:
+            items["past"] = ocp.args.StandardSave({str(version): weights for version, weights in past.items()})
         with self._naming():
-            self._manager.save(
-                step,
-                args=ocp.args.Composite(
-                    state=ocp.args.StandardSave(state),
-                    past=ocp.args.StandardSave({str(version): weights for version, weights in past.items()}),
-                    meta=ocp.args.JsonSave(meta),
-                ),
-                force=True,
-            )
+            self._manager.save(step, args=ocp.args.Composite(**items), force=True)
 
     @property
     def busy(self) -> bool:
@@ -206,7 +201,8 @@ class Checkpoints:
                 arrays = ocp.StandardCheckpointHandler()
                 state = arrays.restore(directory / "state", args=ocp.args.StandardRestore(abstract_state))
                 versions = {version: abstract_weights for version in meta["past"]}
-                past = arrays.restore(directory / "past", args=ocp.args.StandardRestore(versions))
+                wanted = ocp.args.StandardRestore(versions)
+                past = arrays.restore(directory / "past", args=wanted) if versions else {}
         except Exception as error:  # of several libraries; whatever it is, this one is no use
             problem = _one_line(error)
         problem = agreed(problem)

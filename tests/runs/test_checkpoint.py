@@ -51,6 +51,16 @@ def assert_is(restored, step: int) -> None:
     jax.tree.map(np.testing.assert_array_equal, (restored.state, restored.past), (state, past))
 
 
+def test_without_older_policies_there_is_nothing_of_them(tmp_path):
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, arrays(1)[0], {}, {}, NAN)
+        checkpoints.wait()
+        assert {path.name for path in (tmp_path / "1").iterdir() if path.is_dir()} == {"state", "meta"}
+        restored = checkpoints.restore(*abstract())
+    assert restored.past == {}
+    jax.tree.map(np.testing.assert_array_equal, restored.state, arrays(1)[0])
+
+
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):
     """A directory with the checkpoints of steps 2 and 4."""

@@ -1,15 +1,20 @@
 """What it costs to see a run and to keep it: everything on, against neither logging nor checkpoints.
 
-    python -m experiments.benchmarks.overhead [--segments 16]
+    python -m experiments.benchmarks.overhead [--segments 10]
 
-The quickstart's P3O run, from where a real one starts. Segments of 30 steps with everything on as it is in that run
+The quickstart's P3O run, from where a real one starts. Segments of 50 steps with everything on as it is in that run
 (scalars, histograms, the stored log-ratios, status, watchdog; rollouts and samples every 20 steps, a checkpoint every
-30) and with nothing of it, in turn, in one process, so that how fast the machine is just then falls on both. What the
+50) and with nothing of it, in turn, in one process, so that how fast the machine is just then falls on both. What the
 update itself computes for its metrics is in both; it is part of the algorithm's program. Evaluations, a choice of their
 own, are in neither.
 
-One run of 480 steps of each kind on two cores with nothing else to do: 0.2810 / 0.2722 s of processor time a step
-(ratio 1.032) and 0.1881 / 0.1812 s of wall time (1.038; median over pairs of segments 1.075, their range 0.84 to 1.24).
+One run of 600 steps of each kind on two cores with nothing else to do; seconds a step, on / off:
+
+    processor time  0.2710 / 0.2651  ratio 1.022, median over pairs of segments 1.030 (0.93 to 1.08)
+    wall time       0.1720 / 0.1665  ratio 1.033, median over pairs of segments 1.046 (0.92 to 1.11)
+
+How fast the machine is varies by a tenth from segment to segment, so the third digit is noise. A checkpoint takes 0.2 s
+of processor time whatever its size (about 3 ms an array, in Python); one every 30 steps instead gave 1.048 and 1.060.
 """
 
 from __future__ import annotations
@@ -34,15 +39,15 @@ from p3o_jax.runs.directory import RunDirectory
 from p3o_jax.runs.stopwatch import Stopwatch
 from p3o_jax.trainer import RunState, Trainer
 
-SEGMENT = 30  # with one checkpoint in its middle, so that what is done of it in the background falls on its own kind
+SEGMENT = 50  # with one checkpoint in its middle, so that what is done of it in the background falls on its own kind
 
 
 @dataclass(frozen=True)
 class Overhead:
     """How long to measure."""
 
-    segments: int = 16
-    """Segments of 30 steps of each kind."""
+    segments: int = 10
+    """Segments of 50 steps of each kind."""
 
 
 class Seen(NamedTuple):

@@ -73,7 +73,7 @@ def whole() -> dict:
     return {objective: gradients(make_learner(objective), make_batch()) for objective in (P3O(), Grpo())}
 
 
-@pytest.mark.parametrize("objective", [P3O(), Grpo()], ids=["p3o", "grpo"])
+@pytest.mark.parametrize("objective", [P3O(), pytest.param(Grpo(), marks=pytest.mark.long)], ids=["p3o", "grpo"])
 @pytest.mark.parametrize(("shape", "micro_batches"), SPLITS)
 def test_loss_and_gradient_do_not_depend_on_the_split(objective, shape, micro_batches, whole):
     expected_gradients, expected_loss, expected_metrics = whole[objective]

@@ -66,7 +66,7 @@ def test_one_device_and_eight_give_the_same_run(tmp_path):
                 assert b[tag] == pytest.approx(a[tag], rel=1e-4, abs=1e-6), tag
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_sampler_with_devices_of_its_own_gives_the_same_run(tmp_path):
     """Half of the devices learn, sharded by `fsdp`; the others sample, two to a row."""
     one = replace(SMALL, num_steps=2, evaluate_every=0)

@@ -137,9 +137,8 @@ class Lifecycle:
 
     def _save(self, run: RunState, score: float) -> None:
         self._before_save()
-        past = {
-            version: policy for version, policy in run.ring.past.items() if version != run.step
-        }  # that is the state's
+        # The newest is what the state gives.
+        past = {version: policy for version, policy in run.ring.past.items() if version != run.step}
         self._checkpoints.save(run.step, run.state, past, run.loop, float(score))
 
     def _end(self, reason: str) -> None:

@@ -18,13 +18,11 @@ import numpy as np
 
 from p3o_jax import processes
 from p3o_jax.compilation_cache import enable_compilation_cache
-from p3o_jax.config import Config
-from p3o_jax.optimizer import OptimizerConfig
 from p3o_jax.rollouts import local_prompts, make_batch
 from p3o_jax.sharding import MeshShape
 from p3o_jax.train import train
 from p3o_jax.trainer import Trainer
-from tests.small_run import MODEL, GradedSort
+from tests.small_run import SMALL, GradedSort
 
 
 class Broken(GradedSort):
@@ -36,22 +34,12 @@ class Broken(GradedSort):
         return super().reward(prompt, completion)
 
 
-CONFIG = Config(
-    task=GradedSort(length=3),
-    model=MODEL,
-    optimizer=OptimizerConfig(learning_rate=1e-3),
+CONFIG = replace(
+    SMALL,
     mesh=MeshShape(data=2, fsdp=2, tensor=2),
     sampler_temperature=1.5,  # off-policy from the first update, so that no ratio is at the cap by rounding
     learner_temperature=1.0,
-    prompts_per_step=8,
-    samples_per_prompt=4,
-    minibatches=2,
-    num_steps=4,
-    evaluate_every=2,
-    evaluation_prompts=11,  # not a multiple of the batch of 8
     evaluation_samples=4,  # as many as in training, so that one program serves both
-    save_every=2,
-    write_rollouts_every=1,
 )
 
 

@@ -16,7 +16,6 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from p3o_jax.config import Config
 from p3o_jax.nonfinite import read_dump
-from p3o_jax.optimizer import OptimizerConfig
 from p3o_jax.runs import status as run_status
 from p3o_jax.runs.checkpoint import Checkpoints, steps_in
 from p3o_jax.runs.preemption import Preempted
@@ -24,22 +23,9 @@ from p3o_jax.train import train
 from p3o_jax.trainer import Trainer
 from p3o_jax.warm_start import WarmStart
 from p3o_jax.writers import read_metrics
-from tests.small_run import MODEL, GradedSort
+from tests import small_run
 
-SMALL = Config(
-    task=GradedSort(length=3),
-    model=MODEL,
-    optimizer=OptimizerConfig(learning_rate=1e-3),
-    prompts_per_step=8,
-    samples_per_prompt=4,
-    minibatches=2,
-    num_steps=4,
-    evaluate_every=0,
-    save_every=1,
-    keep_checkpoints=4,
-    write_rollouts_every=1,
-    max_skipped_updates=2,
-)
+SMALL = replace(small_run.SMALL, evaluate_every=0, save_every=1, keep_checkpoints=4, max_skipped_updates=2)
 OF_A_STEP = SMALL.prompts_per_step
 
 

@@ -27,8 +27,8 @@ from p3o_jax.train import train
 from p3o_jax.warm_start import WarmStart
 from tests.models.stored_models import copy_with_tokenizer
 
-pytest.importorskip("tokenizers")
-pytest.importorskip("jinja2")
+pytest.importorskip("tokenizers", reason="needs the extra 'models'")
+pytest.importorskip("jinja2", reason="needs the extra 'models'")
 
 pytestmark = pytest.mark.slow
 

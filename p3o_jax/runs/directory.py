@@ -161,7 +161,10 @@ def _lock(path: Path) -> IO[str]:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         file.close()
-        message = f"{path} is being written by another process, which its status.json names: stop it, or let it end"
+        message = (
+            f"{path} is being written by another process, which its status.json names: stop it, or let it end; if its "
+            f"host is gone, remove {path / 'lock'}"
+        )
         raise BlockingIOError(error.errno, message) from error
     except OSError:
         pass  # a file system without locks

@@ -21,7 +21,7 @@ from p3o_jax.models.transformer import Transformer, TransformerConfig
 from p3o_jax.sharding import MeshShape, make_mesh
 from tests.models.stored_models import FAMILIES, copy_with_tokenizer
 
-pytest.importorskip("tokenizers")
+pytest.importorskip("tokenizers", reason="needs the extra 'models'")
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -52,7 +52,7 @@ def test_what_is_exported_is_what_was_loaded(name, tmp_path):
 
 
 def test_a_model_trained_from_scratch_is_exported_with_its_characters(tmp_path):
-    safetensors = pytest.importorskip("safetensors")
+    safetensors = pytest.importorskip("safetensors", reason="needs the extra 'dev'")
     tokenizer = CharTokenizer("0123 é\n")
     config = TransformerConfig(num_layers=1, embed_dim=8, num_heads=2, num_kv_heads=1, head_dim=4, mlp_dim=8)
     params = nnx.state(Transformer(config, tokenizer.vocab_size, nnx.Rngs(0)))

@@ -13,7 +13,7 @@ from p3o_jax.models.rope import Llama3Rope, rope_frequencies
 from p3o_jax.sharding import make_mesh
 from tests.models.stored_models import DATA, write_gguf
 
-gguf = pytest.importorskip("gguf")
+gguf = pytest.importorskip("gguf", reason="needs the extra 'models'")
 MESH = make_mesh(devices=jax.devices()[:1])
 # What a GGUF file does not say of these small models: biases of Llama, and windows of Qwen.
 SAID = ("llama3", "qwen3", "gemma2", "gemma3")

@@ -15,8 +15,8 @@ from p3o_jax.models.stored import TokenizerSource
 from p3o_jax.models.tokenizer import CharTokenizer, TextStream
 from tests.models.stored_models import DATA, TOKENIZER, copy_with_tokenizer
 
-tokenizers = pytest.importorskip("tokenizers")
-pytest.importorskip("jinja2")
+tokenizers = pytest.importorskip("tokenizers", reason="needs the extra 'models'")
+pytest.importorskip("jinja2", reason="needs the extra 'models'")
 
 GOLDEN = json.loads((DATA / "templates.json").read_text(encoding="utf-8"))
 CASES = [(name, chat) for name, of_template in GOLDEN["rendered"].items() for chat in of_template]

@@ -30,7 +30,7 @@ def load(path: Path, mesh=None, **options):
 
 
 def test_values_are_those_that_the_safetensors_package_reads():
-    safetensors = pytest.importorskip("safetensors")
+    safetensors = pytest.importorskip("safetensors", reason="needs the extra 'dev'")
     params = leaves_by_name(load(DATA / "qwen3"))
     with safetensors.safe_open(DATA / "qwen3" / "model.safetensors", "numpy") as file:
         query = file.get_tensor("model.layers.1.self_attn.q_proj.weight")

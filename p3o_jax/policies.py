@@ -68,13 +68,9 @@ def load_policy(
         FileNotFoundError: there is no such model, run or checkpoint.
         ValueError: a model that cannot be read, or a checkpoint that is damaged.
     """
-    directory, _, step = name.rpartition("@")
-    if not (step.isdecimal() or step == "best") or not Path(directory).is_dir():
-        directory, step = name, ""
-    if (Path(directory) / "checkpoints").is_dir():
-        return _of_run(name, RunDirectory(Path(directory)), step, mesh, dtype)
-    if (Path(name) / "command.txt").is_file():
-        raise FileNotFoundError(f"{name} is a run without a checkpoint yet")
+    checkpoint = find_checkpoint(name)
+    if checkpoint is not None:
+        return _of_run(name, checkpoint, mesh, dtype)
     pretrained = Pretrained(name, chat, system_prompt)
     stored = pretrained.open()
     if chat and not stored.tokenizer().config.get("chat_template"):
@@ -86,19 +82,37 @@ def load_policy(
     return Policy(name, model, params, pretrained.tokenizer(stored))
 
 
-def _of_run(name: str, directory: RunDirectory, step: str, mesh: Mesh, dtype: DTypeLike) -> Policy:
-    path = directory.path
-    config = load(path / "config.json")
-    found = best_step(directory.checkpoints) if step == "best" else int(step or newest_step(directory.checkpoints))
+def find_checkpoint(name: str) -> Path | None:
+    """The checkpoint that RUN, RUN@STEP or RUN@best means, checked for damage; None: the name is not that of a run.
+
+    Raises:
+        FileNotFoundError: the run has no such checkpoint.
+        ValueError: the checkpoint is damaged.
+    """
+    directory, _, step = name.rpartition("@")
+    if not (step.isdecimal() or step == "best") or not Path(directory).is_dir():
+        directory, step = name, ""
+    path = Path(directory)
+    checkpoints = RunDirectory(path).checkpoints
+    if not checkpoints.is_dir():
+        if (path / "command.txt").is_file():
+            raise FileNotFoundError(f"{path} is a run without a checkpoint yet")
+        return None
+    found = best_step(checkpoints) if step == "best" else int(step or newest_step(checkpoints))
     if found is None:
         raise FileNotFoundError(f"{path} has no checkpoint that was evaluated")
-    checkpoint = directory.checkpoints / str(found)
+    checkpoint = checkpoints / str(found)
     if not checkpoint.is_dir():
-        there = sorted(int(entry.name) for entry in directory.checkpoints.glob("*") if entry.name.isdigit())
+        there = sorted(int(entry.name) for entry in checkpoints.glob("*") if entry.name.isdigit())
         raise FileNotFoundError(f"{path} has no checkpoint of step {found}; it has {there or 'none'}")
     problem = integrity.damage(checkpoint)
     if problem is not None:
         raise ValueError(f"{checkpoint} is damaged: {problem}; {path}@STEP takes another")
+    return checkpoint
+
+
+def _of_run(name: str, checkpoint: Path, mesh: Mesh, dtype: DTypeLike) -> Policy:
+    config = load(checkpoint.parents[1] / "config.json")
     if config.pretrained is None:
         tokenizer = config.task.tokenizer
     else:
@@ -111,7 +125,7 @@ def _of_run(name: str, directory: RunDirectory, step: str, mesh: Mesh, dtype: DT
     finish = jax.jit(
         lambda params: jax.tree.map(lambda leaf: leaf.astype(dtype), merged(params, model.lora)), out_shardings=places
     )
-    return Policy(name, plain, finish(params), tokenizer, config, found)
+    return Policy(name, plain, finish(params), tokenizer, config, int(checkpoint.name))
 
 
 def random_policy(name: str, config: Config, mesh: Mesh) -> Policy:

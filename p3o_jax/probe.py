@@ -132,9 +132,11 @@ class Prober:
         mesh: Mesh,
         settings: Settings,
     ):
-        self._model, self._tokenizer, self._limits, self._mesh, self._settings = (
-            model, tokenizer, limits, mesh, settings,
-        )  # fmt: skip
+        """
+        Raises:
+            ValueError: the limits or a precision do not fit the model.
+        """
+        self._tokenizer, self._mesh, self._settings = tokenizer, mesh, settings
         vocab_size = tokenizer.vocab_size
         self.kl: Literal["exact", "top_k"] = "exact" if vocab_size <= EXACT_VOCABULARY else "top_k"
         self._support: int | Literal["exact"] = "exact" if self.kl == "exact" else min(SUPPORT_TOKENS, vocab_size)
@@ -147,7 +149,11 @@ class Prober:
             num_updates=1,
             support_tokens=SUPPORT_TOKENS,
         )
-        self._samplers: dict[Precision, Sampler] = {}
+        self._own = Precision(model.dtype, model.dtype, model.dtype)
+        self._samplers = {
+            precision: Sampler(model, vocab_size, limits, precision, mesh)
+            for precision in (self._own, *settings.precisions)
+        }
         self._statistics = jax.jit(_statistics, static_argnames="num_groups")
         self._divergence = jax.jit(lambda learner, sampler: kl.distribution(self.kl, learner, sampler))
 
@@ -156,47 +162,37 @@ class Prober:
         prompts: Sequence[tuple[int, Sequence[int]]],
         params: nnx.State,
         past: Sequence[tuple[int, Callable[[], nnx.State]]] = (),
-        progress: Callable[[str], None] = lambda line: None,
+        found: Callable[[Cell], None] = lambda cell: None,
     ) -> Report:
-        """
+        """Measures every cell.
+
         Args:
             prompts: an index and token ids each.
             params: the learner's.
             past: staleness and parameters of older policies, loaded when their turn comes.
-            progress: is told which cell comes.
+            found: is given every cell as soon as it is known, the noise floor first.
 
         Raises:
-            ValueError: a prompt does not fit, or a precision does not fit the model.
+            ValueError: a prompt does not fit.
         """
-        settings, cells = self._settings, []
-        for precision in settings.precisions:  # what does not fit is refused before anything compiles
-            self._sampler(precision)
-        own = Precision(self._model.dtype, self._model.dtype, self._model.dtype)
-        progress(f"noise floor: {own}")
-        floor, drawn = self._cell(
-            own, settings.learner_temperature, 0, self._synchronise(own, params, 0), params, prompts
-        )
+        settings, own, cells = self._settings, self._own, []
+        weights = self._samplers[own].synchronise(params)
+        floor, drawn = self._cell(own, settings.learner_temperature, 0, weights, params, prompts)
+        found(floor)
         batch_shape = self._batch_shape(params, drawn)
         del drawn
         for staleness, load in ((0, lambda: params), *past):
             sampled_by = load()
             for precision in settings.precisions:
-                weights = self._synchronise(precision, sampled_by, -staleness)
+                weights = self._samplers[precision].synchronise(sampled_by, -staleness)
                 for temperature in settings.temperatures:
-                    progress(f"{precision}, temperature {temperature:g}, staleness {staleness}")
-                    cell, _ = self._cell(precision, temperature, staleness, weights, params, prompts)
+                    if (precision, temperature, staleness) == (own, settings.learner_temperature, 0):
+                        cell = floor
+                    else:
+                        cell, _ = self._cell(precision, temperature, staleness, weights, params, prompts)
                     cells.append(cell)
+                    found(cell)
         return Report(tuple(cells), batch_shape, floor, str(own), settings.learner_temperature, self.kl)
-
-    def _sampler(self, precision: Precision) -> Sampler:
-        if precision not in self._samplers:
-            self._samplers[precision] = Sampler(
-                self._model, self._tokenizer.vocab_size, self._limits, precision, self._mesh
-            )
-        return self._samplers[precision]
-
-    def _synchronise(self, precision: Precision, params: nnx.State, version: int) -> Weights:
-        return self._sampler(precision).synchronise(params, version)
 
     def _cell(
         self,
@@ -227,7 +223,7 @@ class Prober:
         return Cell(str(precision), temperature, staleness, found, top), drawn
 
     def _draw(self, precision: Precision, weights: Weights, temperature: float, prompts: Sequence) -> Rollout:
-        rollout = self._sampler(precision)(
+        rollout = self._samplers[precision](
             weights,
             [ids for _, ids in prompts],
             [index for index, _ in prompts],

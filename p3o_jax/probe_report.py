@@ -101,6 +101,11 @@ def meaning(found: Mismatch, floor: float = 1.0) -> str:
     return "; ".join([words, *notes])
 
 
+def name(cell: Cell) -> str:
+    """A cell in a few words."""
+    return f"{cell.precision}, T={cell.temperature:g}, lag {cell.staleness}"
+
+
 def explanation(report: Report) -> Iterator[str]:
     """Lines that say what the table means."""
     floor = report.equal_precision.mismatch
@@ -117,7 +122,7 @@ def explanation(report: Report) -> Iterator[str]:
     if floor.ess < NONE and report.learner_precision.startswith("float32"):
         yield "At equal float32 precision it should be below 1e-4: sampler and learner do not compute the same model."
     for cell in report.cells:
-        yield f"{cell.precision}, T={cell.temperature:g}, lag {cell.staleness}: {meaning(cell.mismatch, floor.ess)}"
+        yield f"{name(cell)}: {meaning(cell.mismatch, floor.ess)}"
 
 
 def offenders(cell: Cell) -> Iterator[str]:

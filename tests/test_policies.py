@@ -13,7 +13,7 @@ import pytest
 from flax import nnx
 
 from p3o_jax import sharding
-from p3o_jax.commands import export
+from p3o_jax.commands import export, probe
 from p3o_jax.config import Config, from_json, load, resolve, to_json
 from p3o_jax.models.lora import Lora
 from p3o_jax.models.pretrained import Pretrained
@@ -132,6 +132,17 @@ def test_what_is_not_there_is_named(run, tmp_path):
     (tmp_path / "command.txt").touch()
     with pytest.raises(FileNotFoundError, match="is a run without a checkpoint yet"):
         load_policy(str(tmp_path), mesh)
+
+
+def test_a_probe_asks_for_past_policies_before_it_measures(run, tmp_path):
+    directory, _ = run
+    for age, message in ((1, "probe.json exists"), (3, "staleness 3 is older than the run, which is at step 2")):
+        (tmp_path / "probe.json").touch()
+        arguments = [str(directory), "--precisions", "float32", "--num-prompts", "8", "--staleness", str(age)]
+        with pytest.raises((ValueError, FileExistsError), match=message):
+            probe.run([*arguments, "--prompts-per-batch", "8", "--out", str(tmp_path)])
+    with pytest.raises(ValueError, match=r"staleness \[1\] needs a run"):
+        probe.run([str(directory.parent / "llama3"), "--staleness", "1"])
 
 
 def test_a_published_model_needs_no_warm_start():

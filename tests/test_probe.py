@@ -39,9 +39,9 @@ def probed():
     params = jax.tree.map(lambda leaf: leaf * 2 if leaf.ndim > 1 else leaf, init(jax.random.key(0)))
     older = jax.tree.map(lambda leaf: leaf * 1.1, params)
     prober = Prober(MODEL, TOKENIZER, LIMITS, mesh, SETTINGS)
-    asked = []
-    report = prober.run(PROMPTS, params, [(3, lambda: older)], progress=asked.append)
-    return SimpleNamespace(report=report, params=params, older=older, mesh=mesh, asked=asked, prober=prober)
+    told = []
+    report = prober.run(PROMPTS, params, [(3, lambda: older)], found=told.append)
+    return SimpleNamespace(report=report, params=params, older=older, mesh=mesh, told=told, prober=prober)
 
 
 def cell(report: Report, precision: str, temperature: float, staleness: int = 0) -> Cell:
@@ -150,7 +150,8 @@ def test_every_difference_costs_ess(probed):
     )}  # fmt: skip
     assert ess["float32", 1.0] > ess["fp8_e4m3", 1.0] > ess["float32", 0.5]
     assert ess["float32", 1.0] > ess["float32", 1.0, 3]
-    assert len(probed.report.cells) == 8 == len(probed.asked) - 1
+    assert probed.told == [probed.report.equal_precision, *probed.report.cells]
+    assert len(probed.report.cells) == 8
 
 
 def test_large_weights_give_no_nan_in_fp8(probed):
@@ -263,6 +264,8 @@ def test_what_is_not_a_number_is_null_in_json():
         (["random:quickstart:ppo"], "unknown variant 'ppo'"),
         (["no/such/run"], "no/such/run"),
         (["random:quickstart", "--num-prompts", "0"], "num_prompts=0"),
+        (["random:quickstart", "--response-tokens", "0"], "limits on tokens must be positive"),
+        (["random:quickstart", "--prompts", "/dev/null"], "there is no prompt in /dev/null"),
         (["random:quickstart", "--samples-per-prompt", "1"], "samples_per_prompt must be at least 2"),
     ],
 )

@@ -5,28 +5,29 @@
 PYTHON is that of an environment with google-tunix==0.1.7 and jax==0.10.2, or with torch and transformers; from the
 repository root. Those that are compared take turns, and figures are medians over the rounds.
 
-Nine rounds (three after the first table) on two cores under a load of 12 to 24, where it took half an hour. Only what
-stands in one table can be compared, and there differences of a fifth are noise:
+Nine rounds (three after the first table) on two cores with nothing else on them, in 8 minutes:
 
     16 rows of 64 + 64 tokens
-      p3o_jax                                 1263 tokens/s
-      Tunix 0.1.7                              850 tokens/s   p3o_jax samples 1.49 times as many
-      Hugging Face generate, one thread        550 tokens/s   p3o_jax samples 2.42 times as many
+      p3o_jax                                 3788 tokens/s
+      Tunix 0.1.7                             2643 tokens/s   p3o_jax samples 1.45 times as many
+      Hugging Face generate, one thread       1680 tokens/s   p3o_jax samples 2.40 times as many
     128 rows of log-normal length (mean 103, longest 474 tokens)
-      batches of 16                            261 tokens/s
-      16 slots, refilled                       655 tokens/s
-      all 128 rows at once                     130 tokens/s
-      refilled / batches                      2.77
+      batches of 16                            686 tokens/s
+      16 slots, refilled                      1573 tokens/s
+      all 128 rows at once                     255 tokens/s
+      refilled / batches                      2.38
     prefill and decode, tokens/s
-        1 rows of   64 +   64: prefill    2952, decode    747
-       16 rows of   64 +   64: prefill    1955, decode    939
-       64 rows of   64 +   64: prefill    2559, decode   1525
-       16 rows of  512 +   64: prefill     598, decode    359
-       16 rows of   64 +  512: prefill    1090, decode    201
+        1 rows of   64 +   64: prefill    5034, decode   1086
+       16 rows of   64 +   64: prefill   10679, decode   4839
+       64 rows of   64 +   64: prefill   13206, decode   4760
+       16 rows of  512 +   64: prefill    6151, decode   1409
+       16 rows of   64 +  512: prefill   11226, decode   1691
     bytes a decoded token moves, by the compiled program, against weights and cache read once
        16 rows,  128 slots:   1.95 MB, least   1.54 MB: 1.26
        16 rows,  256 slots:   2.62 MB, least   2.06 MB: 1.27
        64 rows,  128 slots:   1.16 MB, least   0.78 MB: 1.49
+
+An earlier run under a load of 12 to 24 had a third of the speed and ratios of 1.49, 2.42 and 2.77.
 
 Tunix and Hugging Face draw from the whole vocabulary at temperature 1 as we do; Tunix gives log-probs too, Hugging Face
 does not. What refilling saves is waiting: a batch takes as many steps as its longest row. All rows at once take the

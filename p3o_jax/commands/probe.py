@@ -7,11 +7,14 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import tyro
 
 from p3o_jax.sharding import MeshShape
+
+if TYPE_CHECKING:
+    from p3o_jax.policies import Policy
 
 LADDER = (
     "float32",
@@ -75,11 +78,10 @@ def run(arguments: Sequence[str]) -> None:
     asked = tyro.cli(Arguments, args=list(arguments), prog="p3o probe", description=__doc__)
 
     from p3o_jax import probe, probe_report, sharding
-    from p3o_jax.cli import configuration, open_policy
+    from p3o_jax.cli import open_policy
     from p3o_jax.compilation_cache import enable_compilation_cache
-    from p3o_jax.policies import load_policy
+    from p3o_jax.policies import find_checkpoint, load_policy
     from p3o_jax.precision import describe, parse
-    from p3o_jax.prompts import evaluation_prompts
     from p3o_jax.sampler import SamplingLimits
 
     settings = probe.Settings(
@@ -95,51 +97,70 @@ def run(arguments: Sequence[str]) -> None:
         raise ValueError(f"probe: staleness {asked.staleness} and num_prompts={asked.num_prompts} must not be negative")
     enable_compilation_cache()
     mesh = sharding.make_mesh(asked.mesh)
+    newest = find_checkpoint(asked.model)
     policy = open_policy(asked.model, mesh, chat=asked.chat, system_prompt=asked.system_prompt)
     ages = sorted(set(asked.staleness) - {0})
-    if ages and (policy.config is None or asked.model.startswith("random:")):
+    if ages and newest is None:
         raise ValueError(f"probe: staleness {ages} needs a run, whose checkpoints are its past; {asked.model} is none")
+    older = {age: f"{newest.parents[1]}@{policy.step - age}" for age in ages} if newest else {}
+    for age, name in older.items():
+        if age > policy.step or find_checkpoint(name) is None:
+            raise ValueError(f"probe: staleness {age} is older than the run, which is at step {policy.step}")
 
-    limit = asked.response_tokens
-    if asked.prompts is not None:
-        lines = asked.prompts.read_text().splitlines()
-        texts = [(i, line) for i, line in enumerate(lines) if line.strip()]
-        limit = limit or 128
-    else:
-        if asked.task is None and policy.config is None:
-            raise ValueError(f"probe: {asked.model} has no task of its own; give --prompts FILE or --task EXPERIMENT")
-        task = policy.config.task if asked.task is None else configuration(asked.task).task
-        texts = [(prompt.index, prompt.text) for prompt in evaluation_prompts(task, asked.num_prompts)]
-        limit = limit or task.max_response_tokens
-    prompts = [(i, policy.tokenizer.encode(text)) for i, text in texts[: asked.num_prompts]]
+    texts, limit = _prompts(asked, policy)
+    prompts = [(i, policy.tokenizer.encode(text)) for i, text in texts]
     shards = sharding.num_batch_shards(mesh)
-    if not prompts or len(prompts) % shards or asked.prompts_per_batch % shards:
+    if len(prompts) % shards or asked.prompts_per_batch % shards:
         raise ValueError(
             f"probe: {len(prompts)} prompts, {asked.prompts_per_batch} a batch, do not divide over {shards} devices"
         )
     limits = SamplingLimits(max(len(ids) for _, ids in prompts), limit, policy.tokenizer.eos_ids)
     model = replace(policy.model, dtype=asked.learner_dtype or policy.model.dtype)
+    prober = probe.Prober(model, policy.tokenizer, limits, mesh, settings)
+    out = asked.out or Path("runs", "probe", time.strftime("%Y-%m-%d_%H-%M-%S"))
+    if (out / "probe.json").exists():
+        raise FileExistsError(f"{out / 'probe.json'} exists; give another --out")
+    out.mkdir(parents=True, exist_ok=True)
 
     device = mesh.devices.flat[0].device_kind
     print(f"{asked.model} (step {policy.step}), {len(prompts)} prompts x {asked.samples_per_prompt}, on {device}")
     for precision in settings.precisions:
         products, cache = (line.partition(": ")[2] for line in describe(precision, device))
         print(f"  {precision}: {products}; {cache}")
-    directory = asked.model.rpartition("@")[0] if "@" in asked.model else asked.model
-    past = [(age, lambda age=age: load_policy(f"{directory}@{policy.step - age}", mesh).params) for age in ages]
-    prober = probe.Prober(model, policy.tokenizer, limits, mesh, settings)
-    report = prober.run(prompts, policy.params, past, progress=lambda cell: print(f"  {cell} ...", file=sys.stderr))
+
+    def say(cell: probe.Cell) -> None:
+        print(f"  {probe_report.name(cell)}: ESS {cell.mismatch.ess:.5f}", file=sys.stderr, flush=True)
+
+    past = [(age, lambda name=name: load_policy(name, mesh).params) for age, name in older.items()]
+    report = prober.run(prompts, policy.params, past, found=say)
 
     print(f"\n{probe_report.table(report)}\n")
     for line in probe_report.explanation(report):
         print(line)
     for cell in report.cells:
-        print(f"\n{cell.precision}, T={cell.temperature:g}, lag {cell.staleness}: largest log-ratios")
+        print(f"\n{probe_report.name(cell)}: largest log-ratios")
         for line in probe_report.offenders(cell):
             print(f"  {line}")
-    out = asked.out or Path("runs", "probe", time.strftime("%Y-%m-%d_%H-%M-%S"))
-    out.mkdir(parents=True, exist_ok=True)
     about = {"model": asked.model, "step": policy.step, "device": device, "command": ["p3o", "probe", *arguments]}
     (out / "probe.json").write_text(probe_report.to_json(report, about))
     probe_report.heat_map(report, out / "probe.png", f"ESS of {Path(asked.model).name} against its sampler")
     print(f"\nWrote {out / 'probe.json'} and {out / 'probe.png'}")
+
+
+def _prompts(asked: Arguments, policy: Policy) -> tuple[list[tuple[int, str]], int]:
+    """Prompts with their index, and the longest response."""
+    from p3o_jax.cli import configuration
+    from p3o_jax.prompts import evaluation_prompts
+
+    if asked.prompts is not None:
+        lines = enumerate(asked.prompts.read_text(encoding="utf-8").splitlines())
+        texts, limit = [(i, line) for i, line in lines if line.strip()], 128
+        if not texts:
+            raise ValueError(f"probe: there is no prompt in {asked.prompts}")
+    elif asked.task is None and policy.config is None:
+        raise ValueError(f"probe: {asked.model} has no task of its own; give --prompts FILE or --task EXPERIMENT")
+    else:
+        task = policy.config.task if asked.task is None else configuration(asked.task).task
+        texts = [(prompt.index, prompt.text) for prompt in evaluation_prompts(task, asked.num_prompts)]
+        limit = task.max_response_tokens
+    return texts[: asked.num_prompts], limit if asked.response_tokens is None else asked.response_tokens

@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt8
 
 from p3o_jax import sharding
 from p3o_jax.processes import all_rows, fail_together, row_part
+from p3o_jax.rollouts import check_log_probs, response_mask
 from p3o_jax.sampler import Sampler, Sampling, Weights
 from p3o_jax.scoring import Scorer
 from p3o_jax.tasks.base import Prompt
@@ -128,6 +129,7 @@ def majority(answers: Sequence[Any], correct: Sequence[bool]) -> float:
 
 def _judge(scorer: Scorer, prompts: Sequence[Prompt], rollout: Rollout, samples: int) -> _Judged:
     """This process's rows, of which the first are those of `prompts` and the others copies, left at zero."""
+    check_log_probs(rollout, response_mask(rollout))
     rows, count = len(rollout.group), len(prompts) * samples
     scores = scorer(prompts, jax.tree.map(lambda leaf: leaf[:count], rollout)) if count else None
 

@@ -36,7 +36,8 @@ class Precision:
     nothing overflows. Logits and log-probs are always float32.
 
     Raises:
-        ValueError: an unknown format, part or kind of scales, or a block that is not positive.
+        ValueError: an unknown format, part or kind of scales, a block that is not positive, or scales, a block or parts
+            for weights that have none.
     """
 
     weights: WeightFormat = "float32"
@@ -50,8 +51,7 @@ class Precision:
     """What shares a scale of a quantised weight: a layer's whole tensor, an output channel, or block_size inputs of an
     output channel."""
     block_size: int = 32
-    """Inputs that share a scale, with scales="block". Products of two quantised numbers are computed as such from 128
-    on; of smaller blocks after dequantisation."""
+    """Inputs that share a scale, with scales="block"; products are then computed after dequantisation."""
     include: tuple[Part, ...] = ()
     """Parts that are quantised besides the products of the layers; those left out are bfloat16. A tied embedding is
     the head too."""
@@ -67,6 +67,13 @@ class Precision:
             raise ValueError(f"precision.block_size must be positive, got {self.block_size}")
         if set(self.include) - set(get_args(Part)):
             raise ValueError(f"precision.include must be among {', '.join(get_args(Part))}, got {self.include}")
+        if not has_scales(self.weights) and (self.scales != "channel" or self.include):
+            raise ValueError(
+                f"precision.scales={self.scales} and precision.include={self.include} are of quantised weights; "
+                f"{self.weights} has no scales"
+            )
+        if self.scales != "block" and self.block_size != 32:
+            raise ValueError(f"precision.block_size={self.block_size} needs precision.scales=block, not {self.scales}")
 
     @property
     def compute(self) -> Literal["float32", "bfloat16"]:
@@ -134,8 +141,12 @@ def native_formats(device_kind: str) -> frozenset[str] | None:
 
 
 def multiplied_as(precision: Precision) -> tuple[str, str]:
-    """The formats of the two sides of a layer's product, activations and weights, as they are multiplied."""
-    quantised = has_scales(precision.weights) and has_scales(precision.activations)
+    """The formats of the two sides of a layer's product, activations and weights, as they are multiplied.
+
+    Quantised ones where both are, by numbers of the same kind and with scales that can be taken out of the sum;
+    otherwise the quantised side is dequantised first: its rounding is there, its speed is not.
+    """
+    quantised = has_scales(precision.weights) and has_scales(precision.activations) and precision.scales != "block"
     if quantised and ("int" in precision.weights) == ("int" in precision.activations):
         return precision.activations, precision.weights
     return precision.compute, precision.compute

@@ -27,6 +27,29 @@ def local_prompts(prompts: Sequence[Prompt], num_processes: int = 1, process: in
     return prompts[process * share : (process + 1) * share]
 
 
+def response_mask(rollout: Rollout) -> Bool[np.ndarray, "B S"]:
+    """Where the response of each row is."""
+    at, start = np.arange(rollout.tokens.shape[1])[None, :], rollout.prompt_length[:, None]
+    return (at >= start) & (at < start + rollout.response_length[:, None])
+
+
+def check_log_probs(rollout: Rollout, mask: Bool[np.ndarray, "B S"]) -> None:
+    """Refuses tokens that were drawn from no distribution, as those of weights that are not finite.
+
+    Raises:
+        ValueError: a log-prob under the mask is not finite or above 0.
+    """
+    log_probs = rollout.behaviour_log_probs
+    with np.errstate(invalid="ignore"):
+        bad = mask & ~((log_probs <= 0) & np.isfinite(log_probs))
+    if bad.any():
+        row, column = (int(i) for i in np.argwhere(bad)[0])
+        raise ValueError(
+            f"sampler: {bad.sum()} behaviour log-probs are missing or positive; first in row {row} (prompt "
+            f"{rollout.group[row]}) at token {column}: {log_probs[row, column]}; are the weights finite?"
+        )
+
+
 def make_batch(
     rollout: Rollout,
     advantages: np.ndarray,
@@ -51,20 +74,11 @@ def make_batch(
             f"batch: tokens {rollout.tokens.shape}, behaviour_log_probs {rollout.behaviour_log_probs.shape} and "
             f"advantages {advantages.shape} do not belong together"
         )
-    at = np.arange(1, slots)[None, :]  # positions of the targets
-    start = rollout.prompt_length[:, None]
-    mask = (at >= start) & (at < start + rollout.response_length[:, None])
+    mask = response_mask(rollout)
     if kept is not None:
         mask &= kept[:, None]
-    behaviour = rollout.behaviour_log_probs[:, 1:]
-    with np.errstate(invalid="ignore"):
-        bad = mask & ~((behaviour <= 0) & np.isfinite(behaviour))
-    if bad.any():
-        row, column = (int(i) for i in np.argwhere(bad)[0])
-        raise ValueError(
-            f"batch: {bad.sum()} behaviour log-probs are missing or positive; first in row {row} (prompt "
-            f"{rollout.group[row]}) at token {column + 1}: {behaviour[row, column]}"
-        )
+    check_log_probs(rollout, mask)
+    mask, behaviour = mask[:, 1:], rollout.behaviour_log_probs[:, 1:]
 
     def per_token(values: Any, dtype: type) -> np.ndarray:
         return np.ascontiguousarray(np.broadcast_to(np.asarray(values, dtype)[:, None], mask.shape))

@@ -35,6 +35,8 @@ def test_a_word_says_a_precision(text, precision):
         ("int8/int8/int4", "precision.kv_cache must be one of"),
         ("int8@row", "is not of the form"),
         ("int8@0", "precision.block_size must be positive"),
+        ("bfloat16@16", "precision.scales=block and precision.include=.* bfloat16 has no scales"),
+        ("float32+head", "are of quantised weights; float32 has no scales"),
         ("int8+tail", "precision.include must be among embedding, head, norms"),
         ("int8/int8/int8/int8", "is not of the form"),
     ],
@@ -66,6 +68,7 @@ def test_every_format_has_a_dtype():
         # Formats that do not go together, and weights alone, are multiplied in the compute dtype.
         ("fp8_e4m3/int8", "NVIDIA H200", "bfloat16 (native)", "native"),
         ("int4", "TPU v5 lite", "bfloat16 (native)", "native"),
+        ("int8@128/int8", "NVIDIA H200", "bfloat16 (native)", "native"),
         ("int8/int8", "Some device", "int8 (unknown device)", "unknown device"),
     ],
 )

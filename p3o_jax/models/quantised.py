@@ -2,6 +2,8 @@
 
     x ~ scale * q        scale = max |x| / largest q        float32, over what shares it
 
+Of integer weights the largest is half a step more, as qwix has it: 7.5 steps in int4, whose lowest q, -8, is used too.
+
 A quantised weight is a `qwix.QArray` in the place of the array, in the same tree: `scan` slices it by layer and `jit`
 shards it. What qwix has no public function for is here: scales that devices which share an input agree on, so that a
 row's numbers do not depend on the mesh.
@@ -54,14 +56,13 @@ def dequantised(weight: Array | qwix.QArray, dtype: DTypeLike) -> Array:
 def product(x: Float[Array, "..."], weight: Array | qwix.QArray, inputs: int, activations: str) -> Array:
     """x [..., I] times a weight [I, O], each with `inputs` axes I, in the dtype of x.
 
-    In the quantised formats where both sides have one and of the same kind, accumulated in int32 or float32. Otherwise
-    the quantised side is dequantised first: its rounding is there, its speed is not.
+    In the formats of `precision.multiplied_as`, quantised ones accumulated in int32 or float32.
     """
     dtype = x.dtype
     if has_scales(activations):
         contracted = tuple(range(x.ndim - inputs, x.ndim))
         quantised = qwix.QArray(*quantise(x, DTYPES[activations], contracted))
-        if isinstance(weight, qwix.QArray) and _is_integer(weight) == _is_integer(quantised):
+        if isinstance(weight, qwix.QArray) and _go_together(quantised, weight, inputs):
             axes = ((contracted, tuple(range(inputs))), ((), ()))
             with jax.numpy_dtype_promotion("standard"):  # qwix multiplies int32 sums by float32 scales
                 return qwix.dot_general(quantised, weight, axes, preferred_element_type=jnp.float32).astype(dtype)
@@ -69,8 +70,10 @@ def product(x: Float[Array, "..."], weight: Array | qwix.QArray, inputs: int, ac
     return jnp.tensordot(x, dequantised(weight, dtype), inputs)
 
 
-def _is_integer(array: qwix.QArray) -> bool:
-    return jnp.issubdtype(array.qvalue.dtype, jnp.integer)
+def _go_together(x: qwix.QArray, weight: qwix.QArray, inputs: int) -> bool:
+    """Whether they are of the same kind, and no inputs have a scale of their own."""
+    of_x, of_weight = (jnp.issubdtype(array.qvalue.dtype, jnp.integer) for array in (x, weight))
+    return of_x == of_weight and weight.scale.shape[:inputs] == (1,) * inputs
 
 
 def quantise_weights(weights: nnx.State, precision: Precision) -> nnx.State:
@@ -110,8 +113,8 @@ def quantised_specs(abstract: nnx.State, specs: nnx.State, mesh: Mesh) -> nnx.St
     return _map(spec_of, abstract, specs)
 
 
-def check_blocks(precision: Precision, abstract: nnx.State, specs: nnx.State, mesh: Mesh) -> None:
-    """Refuses blocks of scales that do not fit a model, before anything compiles.
+def check_fits(precision: Precision, abstract: nnx.State, specs: nnx.State, mesh: Mesh) -> None:
+    """Refuses parts and blocks of scales that do not fit a model, before anything compiles.
 
     Args:
         precision: the sampler's.
@@ -120,7 +123,8 @@ def check_blocks(precision: Precision, abstract: nnx.State, specs: nnx.State, me
         mesh: the mesh of the specs.
 
     Raises:
-        ValueError: a block does not divide the inputs that a device holds of a weight.
+        ValueError: a block does not divide the inputs that a device holds of a weight, or the model has no part that is
+            to be included.
     """
 
     def check(path: Any, param: nnx.Variable, spec: nnx.Variable) -> nnx.Variable:
@@ -135,6 +139,8 @@ def check_blocks(precision: Precision, abstract: nnx.State, specs: nnx.State, me
                 )
         return param
 
+    if "head" in precision.include and "head" not in abstract:
+        raise ValueError("precision.include has head, but the embedding of this model is its head: include embedding")
     if has_scales(precision.weights):
         _map(check, abstract, specs)
 

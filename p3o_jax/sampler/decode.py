@@ -3,7 +3,8 @@
 The prompts of a group share one prefill. A row's random numbers are keyed by (seed,
 purpose, prompt, sample, position), so its tokens do not depend on the batch it is in,
 its place there, or the mesh. One program is compiled for each length that prompts are
-padded to (`prompt_buckets`), and nothing else about the prompts or their settings.
+padded to (`prompt_buckets`) and each kind of truncation, whatever the prompts and their
+settings.
 """
 
 from __future__ import annotations
@@ -84,6 +85,7 @@ class Sampler:
         if outside:
             raise ValueError(f"sampler: stop ids {outside} are outside the vocabulary of {vocab_size} tokens")
         self.limits, self.precision, self.mesh = limits, precision, mesh
+        self._vocab_size = vocab_size
         self._format = WeightFormat(config, vocab_size, precision, mesh, learner_mesh)
         self._loop_limits = loop.Limits(
             limits.eos_ids,
@@ -140,10 +142,15 @@ class Sampler:
             A `Rollout` of global arrays, rows ordered by prompt, then sample.
 
         Raises:
-            ValueError: an empty or too long prompt, or settings that do not go with the prompts.
+            ValueError: an empty or too long prompt, a token outside the vocabulary, prompts that do not divide over the
+                devices, or settings that do not go with the prompts.
         """
         if greedy and support is not None:
             raise ValueError("sampler: support is of sampled distributions, and greedy=True does not sample")
+        if num_samples < 1:
+            raise ValueError(f"sampler: num_samples must be at least 1, got {num_samples}")
+        if not (support in (None, "exact") or (isinstance(support, int) and support > 0)):
+            raise ValueError(f"sampler: support must be None, 'exact' or a number of tokens, got {support!r}")
         requests, truncation = self.requests(prompts, prompt_indices, sampling, response_limits)
         options = Options(num_samples, greedy, NOTHING_CUT if greedy else truncation, support, on_draw)
         return self.sample(weights, sharding.to_global(requests, self.mesh), key, options=options)
@@ -158,28 +165,35 @@ class Sampler:
         """Checked and padded, on the host; padding and truncation are those of all processes' prompts together."""
         longest, room = self.limits.prompt_tokens, self.limits.response_tokens
         settings = [sampling] * len(prompts) if isinstance(sampling, Sampling) else list(sampling)
-        limits = [room] * len(prompts) if response_limits is None else list(response_limits)
+        limits = [room] * len(prompts) if response_limits is None else response_limits
         for name, values in (("prompt_indices", prompt_indices), ("sampling", settings), ("response_limits", limits)):
             if len(values) != len(prompts):
                 raise ValueError(f"sampler: {len(values)} {name} for {len(prompts)} prompts")
-        for index, prompt, limit in zip(prompt_indices, prompts, limits, strict=True):
+        shards, processes = sharding.num_batch_shards(self.mesh), jax.process_count()
+        if len(prompts) == 0 or len(prompts) * processes % shards:
+            raise ValueError(
+                f"sampler: {len(prompts)} prompts of each of {processes} processes do not divide over {shards} devices"
+            )
+        indices = _int32(prompt_indices, 0, 2**31 - 1, "prompt index")
+        room_of = _int32(limits, 1, room, "response limit")
+        tokens = []
+        for index, prompt in zip(prompt_indices, prompts, strict=True):
             if not 0 < len(prompt) <= longest:
                 raise ValueError(f"sampler: prompt {index} has {len(prompt)} tokens, allowed are 1 to {longest}")
-            if not 0 < limit <= room:
-                raise ValueError(f"sampler: response limit of prompt {index} is {limit}, allowed are 1 to {room}")
+            tokens.append(_int32(prompt, 0, self._vocab_size - 1, f"token of prompt {index}"))
         mine = Truncation.of(settings)
         top_k, top_p, min_p, used = sharding.gather_over_processes(
             np.asarray([mine.top_k or 0, mine.top_p, mine.min_p, max(map(len, prompts))])
         ).max(axis=0)
         width = next(bucket for bucket in prompt_buckets(longest) if used <= bucket)
         padded = np.zeros((len(prompts), width), np.int32)
-        for row, prompt in zip(padded, prompts, strict=True):
-            row[: len(prompt)] = prompt
+        for row, ids in zip(padded, tokens, strict=True):
+            row[: len(ids)] = ids
         requests = Requests(
             padded,
-            np.asarray([len(prompt) for prompt in prompts], np.int32),
-            np.asarray(prompt_indices, np.int32),
-            np.asarray(limits, np.int32),
+            np.asarray([len(ids) for ids in tokens], np.int32),
+            indices,
+            room_of,
             RowSampling.of(settings),
         )
         return requests, Truncation(int(top_k) or None, bool(top_p), bool(min_p))
@@ -193,3 +207,14 @@ class Sampler:
 
         in_specs = (Weights(self._format.specs, whole), rows, whole)
         return jax.shard_map(local, mesh=self.mesh, in_specs=in_specs, out_specs=rows)(weights, requests, key)
+
+
+def _int32(values: Sequence[int], least: int, most: int, name: str) -> np.ndarray:
+    """Whole numbers within bounds, or an error that names the first that is none."""
+    array = np.asarray(values)
+    if array.dtype.kind not in "iu":
+        raise ValueError(f"sampler: {name} must be a whole number, got {array.ravel()[0]!r} among {array.dtype} values")
+    outside = (array < least) | (array > most)
+    if outside.any():
+        raise ValueError(f"sampler: {name} is {array[outside][0]}, allowed are {least} to {most}")
+    return array.astype(np.int32)

@@ -217,7 +217,8 @@ def _draw(
     row = jnp.minimum(state.row, num_rows - 1)  # to look up; what a free slot writes is dropped
     if options.greedy:
         token = jnp.argmax(state.logits, axis=-1).astype(jnp.int32)
-        log_prob, kept = jnp.zeros_like(state.logits[:, 0]), None
+        # That of a certain event, if it is one.
+        log_prob, kept = jnp.where(jnp.isfinite(state.logits.max(axis=-1)), 0.0, jnp.nan), None
     else:
         of_slot = jax.tree.map(lambda array: array[row], settings)
         log_probs = sampled_log_probs(state.logits, of_slot, options.truncation)

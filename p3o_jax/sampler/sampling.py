@@ -27,6 +27,11 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 
+def is_temperature(value: float) -> bool:
+    """Whether logits can be divided by it: positive and finite, as a float32 too."""
+    return math.isfinite(value) and float(np.finfo(np.float32).tiny) <= value <= float(np.finfo(np.float32).max)
+
+
 @dataclass(frozen=True)
 class Sampling:
     """How tokens are drawn from the logits."""
@@ -41,12 +46,14 @@ class Sampling:
     """Only tokens at least so many times as likely as the most likely one; 0: all."""
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.temperature) and self.temperature > 0):
+        if not is_temperature(self.temperature):
             raise ValueError(
                 f"sampling: temperature must be positive and finite, got {self.temperature} (for the mode use greedy)"
             )
-        if self.top_k is not None and self.top_k < 1:
-            raise ValueError(f"sampling: top_k must be at least 1, got {self.top_k} (all tokens: None)")
+        if self.top_k is not None and not (isinstance(self.top_k, int | np.integer) and 1 <= self.top_k < 2**31):
+            raise ValueError(
+                f"sampling: top_k must be a whole number, at least 1 and below 2**31, got {self.top_k} (all: None)"
+            )
         if not 0 < self.top_p <= 1:
             raise ValueError(f"sampling: top_p must be above 0 and at most 1, got {self.top_p} (all tokens: 1)")
         if not 0 <= self.min_p <= 1:
@@ -113,7 +120,8 @@ def sampled_log_probs(
         rows: settings.
         truncation: which of them are looked at, besides the temperature.
     """
-    scaled = logits / rows.temperature[:, None]
+    # From the largest logit, which becomes exactly 0: no temperature makes that infinite, and no log-prob is above 0.
+    scaled = (logits - logits.max(axis=-1, keepdims=True)) / rows.temperature[:, None]
     if truncation.top_k is not None:
         largest, _ = jax.lax.top_k(scaled, min(truncation.top_k, logits.shape[-1]))
         last = jnp.minimum(rows.top_k, largest.shape[-1]) - 1
@@ -122,8 +130,9 @@ def sampled_log_probs(
     if truncation.top_p:
         scaled = _cut(scaled, jnp.where(rows.top_p < 1, _top_p_bound(scaled, rows.top_p), -jnp.inf))
     if truncation.min_p:
-        scaled = _cut(scaled, scaled.max(axis=-1) + jnp.log(rows.min_p))
-    return jax.nn.log_softmax(scaled, axis=-1)
+        scaled = _cut(scaled, jnp.log(rows.min_p))
+    # Compilers may compute a value twice, each time rounded differently, so that even these numbers can be above 0.
+    return jnp.minimum(scaled - jnp.log(jnp.exp(scaled).sum(axis=-1, keepdims=True)), 0.0)
 
 
 def _cut(scaled: Float[Array, "B V"], bound: Float[Array, " B"]) -> Float[Array, "B V"]:
@@ -131,39 +140,27 @@ def _cut(scaled: Float[Array, "B V"], bound: Float[Array, " B"]) -> Float[Array,
 
 
 def _top_p_bound(scaled: Float[Array, "B V"], top_p: Float[Array, " B"]) -> Float[Array, " B"]:
-    """The largest t of each row for which the tokens with a logit of at least t have the mass.
+    """The largest t of each row for which the tokens of at least t have the mass; the largest of a row is 0.
 
-    By bisection over the float32 numbers in their order, which 32 passes make exact: at a large vocabulary a tenth of
-    the time of a sort, and less memory.
+    By bisection over the float32 numbers, which 31 passes make exact: at a large vocabulary a tenth of the time of a
+    sort, and less memory. The sums are float32's.
     """
-    largest = scaled.max(axis=-1, keepdims=True)
-    weights = jnp.exp(scaled - largest)
+    weights = jnp.exp(scaled)
     wanted = top_p * weights.sum(axis=-1)
 
+    def below_0(steps: Int[Array, " B"]) -> Float[Array, " B"]:
+        """The float32 number that is so many of them below 0."""
+        return -jax.lax.bitcast_convert_type(steps, jnp.float32)
+
     def halve(_: int, bounds: tuple[Array, Array]) -> tuple[Array, Array]:
-        low, high = bounds  # those at `low` have the mass, those at `high` have not
-        middle = (low >> 1) + (high >> 1) + (low & high & 1)  # without overflow
-        is_enough = jnp.where(scaled >= _float_of(middle)[:, None], weights, 0.0).sum(axis=-1) >= wanted
-        return jnp.where(is_enough, middle, low), jnp.where(is_enough, high, middle)
+        less, enough = bounds  # steps below 0: those down to `enough` have the mass, those down to `less` have not
+        middle = less + (enough - less) // 2
+        has_mass = jnp.where(scaled >= below_0(middle)[:, None], weights, 0.0).sum(axis=-1) >= wanted
+        return jnp.where(has_mass, less, middle), jnp.where(has_mass, middle, enough)
 
-    above = _order_of(largest[:, 0]) + 1
-    low, _ = jax.lax.fori_loop(0, 32, halve, (jnp.full_like(above, _LOWEST), above))
-    return _float_of(low)
-
-
-# Integers in the order of the float32 numbers they stand for.
-
-_SIGN = np.int32(-(2**31))
-_LOWEST = np.int32(-(2**31) + 2**23)  # -inf, below which are only NaNs
-
-
-def _order_of(x: Float[Array, "..."]) -> Int[Array, "..."]:
-    bits = jax.lax.bitcast_convert_type(x, jnp.int32)
-    return jnp.where(bits < 0, _SIGN - bits, bits)
-
-
-def _float_of(order: Int[Array, "..."]) -> Float[Array, "..."]:
-    return jax.lax.bitcast_convert_type(jnp.where(order < 0, _SIGN - order, order), jnp.float32)
+    whole = jnp.full_like(scaled[:, 0], np.float32(np.inf).view(np.int32), jnp.int32)
+    _, enough = jax.lax.fori_loop(0, 31, halve, (jnp.full_like(whole, -1), whole))
+    return below_0(enough)
 
 
 def draw(log_probs: Float[Array, "B V"], keys: Array) -> Int[Array, " B"]:

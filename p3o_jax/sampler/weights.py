@@ -13,7 +13,7 @@ from jaxtyping import Array, Int
 
 from p3o_jax import sharding
 from p3o_jax.models.lora import merged
-from p3o_jax.models.quantised import check_blocks, quantise_weights, quantised_specs
+from p3o_jax.models.quantised import check_fits, quantise_weights, quantised_specs
 from p3o_jax.models.transformer import TransformerConfig, abstract_model, weight_specs
 from p3o_jax.precision import Precision
 
@@ -51,7 +51,7 @@ class WeightFormat:
         plain = dataclasses.replace(config, dtype=precision.compute, lora=None)
         self.graphdef, abstract = abstract_model(plain, vocab_size, precision.activations)
         specs = weight_specs(abstract, mesh, sharding.SAMPLER_RULES)
-        check_blocks(precision, abstract, specs, mesh)
+        check_fits(precision, abstract, specs, mesh)
         self._abstract = jax.eval_shape(lambda params: quantise_weights(params, precision), abstract)
         self.specs = quantised_specs(self._abstract, specs, mesh)
         """The partition of `Weights.params`, a tree like it."""

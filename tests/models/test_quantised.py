@@ -12,9 +12,9 @@ from flax import nnx
 
 from p3o_jax import sharding
 from p3o_jax.models.kv_cache import KVCache
-from p3o_jax.models.quantised import check_blocks, product, quantise, quantise_weights
+from p3o_jax.models.quantised import check_fits, product, quantise, quantise_weights
 from p3o_jax.models.transformer import TransformerConfig, abstract_model, weight_specs
-from p3o_jax.precision import DTYPES, Precision
+from p3o_jax.precision import DTYPES, Precision, multiplied_as
 from p3o_jax.sharding import MeshShape, make_mesh
 
 CONFIG = TransformerConfig(num_layers=2, embed_dim=16, num_heads=4, num_kv_heads=2, head_dim=8, mlp_dim=32)
@@ -40,7 +40,7 @@ def params() -> nnx.State:
 def quantised(params) -> dict[tuple[str, str], dict]:
     """The layers' weights in every format, with every kind of scales: by both."""
     precisions = {
-        (format, scales): Precision(format, "bfloat16", "bfloat16", scales, 8)
+        (format, scales): Precision(format, "bfloat16", "bfloat16", scales, 8 if scales == "block" else 32)
         for format in LARGEST
         for scales in ("tensor", "channel", "block")
     }
@@ -158,6 +158,31 @@ def test_a_product_is_that_of_the_rounded_sides(quantised):
             assert (np.abs(np.asarray(got) - expected) <= 1e-5 * size).all()
 
 
+@pytest.mark.parametrize("format", LARGEST)
+@pytest.mark.parametrize("scales", ["tensor", "channel", "block"])
+@pytest.mark.parametrize("activations", ["float32", "bfloat16", "fp8_e4m3", "fp8_e5m2", "int8"])
+def test_products_are_in_the_formats_that_are_said(quantised, format, scales, activations):
+    """`multiplied_as` against what is traced, for weights with one contracted axis and with two."""
+    precision = Precision(format, activations, scales=scales, block_size=8 if scales == "block" else 32)
+    for name, inputs in (("query", 1), ("attention_out", 2), ("down", 1)):
+        weight = jax.tree.map(lambda leaf: leaf[0], quantised[format, scales]["layers"][name])
+        x = jax.ShapeDtypeStruct((3, *weight.qvalue.shape[:inputs]), DTYPES[precision.compute])
+        traced = jax.make_jaxpr(lambda x, weight, n=inputs: product(x, weight, n, activations))(x, weight)
+        (operands,) = products_in(traced.jaxpr)
+        assert operands == [DTYPES[one] for one in multiplied_as(precision)]
+
+
+def products_in(jaxpr) -> list[list]:
+    """The dtypes of both sides of every product."""
+    found = []
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "dot_general":
+            found.append([operand.aval.dtype for operand in equation.invars])
+        for inner in equation.params.values():
+            found += products_in(inner.jaxpr) if hasattr(inner, "jaxpr") else []
+    return found
+
+
 def test_scales_of_a_shared_input_do_not_depend_on_the_mesh(quantised):
     """Each device of a tensor group holds a part of a token's numbers; they agree on its scale."""
     weight = jax.tree.map(lambda leaf: leaf[0], quantised["int8", "channel"]["layers"]["down"])
@@ -221,7 +246,7 @@ def test_blocks_that_do_not_divide_are_refused(block, tensor, message):
     _, abstract = abstract_model(config, 16)
     mesh = make_mesh(MeshShape(data=8 // tensor, tensor=tensor))
     with pytest.raises(ValueError, match=message):
-        check_blocks(
+        check_fits(
             Precision("int4", scales="block", block_size=block),
             abstract,
             weight_specs(abstract, mesh, sharding.SAMPLER_RULES),

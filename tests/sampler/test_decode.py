@@ -15,6 +15,7 @@ from flax import nnx
 from p3o_jax.models.log_probs import token_log_probs
 from p3o_jax.models.transformer import Transformer, TransformerConfig, abstract_model
 from p3o_jax.precision import Precision
+from p3o_jax.rollouts import check_log_probs, response_mask
 from p3o_jax.sampler import Sampler, Sampling, SamplingLimits
 from p3o_jax.sharding import MeshShape, make_mesh, to_local
 from p3o_jax.types import FinishReason, Rollout
@@ -76,6 +77,19 @@ def test_log_probs_are_the_learners(temperature):
         start, length = rollout.prompt_length[row], rollout.response_length[row]
         expected = log_probs[row, start - 1 : start - 1 + length]
         np.testing.assert_allclose(response(rollout, row, "behaviour_log_probs"), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.2])
+def test_no_log_prob_is_above_0(temperature):
+    """Of nearly certain tokens, as the loop computes them, where the compiler may round logits / T in two ways."""
+    sampler = sampler_of(one_device(), SamplingLimits(6, 12, eos_ids=()))
+    weights = sampler.synchronise(weights_of(CONFIG, VOCAB, scale=16.0))
+    prompts = [[1 + i % 11, 2] for i in range(32)]
+    options = {"key": jax.random.key(0), "num_samples": 8, "sampling": Sampling(temperature)}
+    rollout = to_local(sampler(weights, prompts, range(32), **options))
+    log_probs = rollout.behaviour_log_probs[:, 2:14]
+    assert log_probs.max() <= 0
+    assert (log_probs > -1e-6).mean() > 0.01
 
 
 def test_distribution_equals_enumeration_at_a_temperature():
@@ -216,6 +230,17 @@ def test_greedy_takes_the_most_likely_token():
         np.testing.assert_array_equal(best, rollout.tokens[np.arange(len(PROMPTS)), places])
 
 
+def test_weights_that_are_not_finite_are_seen_in_the_log_probs():
+    """Of what is drawn and of what is most likely: an evaluation of such weights is an error, not a score of 0."""
+    sampler = sampler_of(one_device())
+    params = jax.tree.map(lambda leaf: leaf * jnp.nan, weights_of(CONFIG, VOCAB))
+    weights = sampler.synchronise(params)
+    for greedy in (False, True):
+        rollout = to_local(sampler(weights, PROMPTS, range(8), key=jax.random.key(0), greedy=greedy))
+        with pytest.raises(ValueError, match=r"log-probs are missing or positive.*are the weights finite"):
+            check_log_probs(rollout, response_mask(rollout))
+
+
 def test_bfloat16_is_a_setting_and_says_so_in_its_log_probs():
     """The sampler's own precision: log-probs differ from float32's, and are those of what it computed."""
     sampler = Sampler(CONFIG, VOCAB, LIMITS, Precision("bfloat16", "bfloat16", "bfloat16"), one_device())
@@ -247,8 +272,20 @@ def test_synchronise_copies():
     [
         (lambda: sample(sampling=[Sampling()]), "1 sampling for 8 prompts"),
         (lambda: sample(indices=[1, 2]), "2 prompt_indices for 8 prompts"),
-        (lambda: sample(response_limits=[9] * 7 + [10]), "response limit of prompt 7 is 10, allowed are 1 to 9"),
-        (lambda: sample(response_limits=[0] * 8), "response limit of prompt 0 is 0"),
+        (lambda: sample(response_limits=[9] * 7 + [10]), "response limit is 10, allowed are 1 to 9"),
+        (lambda: sample(response_limits=[0] * 8), "response limit is 0"),
+        (lambda: sample(response_limits=[2.9] * 8), "response limit must be a whole number, got .*2.9"),
+        (lambda: sample(indices=[*range(7), 2**31]), "prompt index is 2147483648, allowed are 0 to 2147483647"),
+        (lambda: sample(indices=[*range(7), -1]), "prompt index is -1"),
+        (lambda: sample(indices=[0.5] * 8), "prompt index must be a whole number"),
+        (lambda: sample(prompts=[[1, 12]]), "token of prompt 0 is 12, allowed are 0 to 11"),
+        (lambda: sample(prompts=[[-3]]), "token of prompt 0 is -3"),
+        (lambda: sample(prompts=[[1.0]]), "token of prompt 0 must be a whole number"),
+        (lambda: sample(prompts=[]), "0 prompts of each of 1 processes do not divide"),
+        (lambda: sample(make_mesh(), prompts=PROMPTS[:3]), "3 prompts of each of 1 processes do not divide over 8"),
+        (lambda: sample(num_samples=0), "num_samples must be at least 1, got 0"),
+        (lambda: sample(support=0), "support must be None, 'exact' or a number of tokens, got 0"),
+        (lambda: sample(support="top_k"), "got 'top_k'"),
         (lambda: sample(make_mesh(), limits=replace(LIMITS, slots=12)), "slots=12 must be a .* multiple of the 8"),
         (lambda: sample(prompts=[[1] * 7]), "7 tokens, allowed are 1 to 6"),
         (lambda: sample(prompts=[[]]), "0 tokens"),

@@ -99,6 +99,21 @@ def test_log_probs_that_are_tempered_again_would_differ():
     assert abs(np.exp(np.asarray(once) / 2).sum() - 1) > 0.5
 
 
+@pytest.mark.parametrize("truncation", [Truncation(), Truncation(top_p=True)])
+@pytest.mark.parametrize("temperature", [1e-37, 0.3, 0.7, 1.0, 1.2, 1e6])
+def test_no_log_prob_is_above_0(temperature, truncation):
+    """Of logits as a compiled program makes them, where one token is nearly certain."""
+    inputs = np.random.default_rng(0).normal(size=(512, 16)).astype(np.float32)
+    weights = np.random.default_rng(1).normal(size=(16, 24)).astype(np.float32) * 8
+    rows = RowSampling.of([Sampling(temperature)] * len(inputs))
+    got = np.asarray(jax.jit(lambda x, w: sampled_log_probs(x @ w, rows, truncation))(inputs, weights))
+    assert got.max() <= 0
+    assert not np.isnan(got).any()
+    np.testing.assert_allclose(np.exp(got.astype(np.float64)).sum(axis=-1), 1, rtol=1e-5)
+    if temperature < 1:
+        assert np.exp(got.max(axis=-1)).max() > 1 - 1e-6
+
+
 def test_a_token_without_probability_is_never_drawn():
     """At both ends of the random numbers, and with totals that rounding moves."""
     for size in (3, 40):
@@ -168,7 +183,10 @@ def test_200_000_samples_match_the_exact_distribution(tiny, sampling):
         ({"temperature": 0.0}, "temperature must be positive and finite, got 0.0"),
         ({"temperature": -1.0}, "temperature must be positive and finite, got -1.0"),
         ({"temperature": float("nan")}, "temperature must be positive and finite, got nan"),
-        ({"top_k": 0}, "top_k must be at least 1, got 0"),
+        ({"temperature": 1e-50}, "temperature must be positive and finite, got 1e-50"),
+        ({"top_k": 0}, "top_k must be a whole number, at least 1 and below 2.*got 0"),
+        ({"top_k": 2**31}, "top_k must be .* got 2147483648"),
+        ({"top_k": 2.5}, "top_k must be .* got 2.5"),
         ({"top_p": 0.0}, "top_p must be above 0 and at most 1, got 0.0"),
         ({"top_p": 1.1}, "top_p must be above 0 and at most 1, got 1.1"),
         ({"min_p": -0.1}, "min_p must be between 0 and 1, got -0.1"),

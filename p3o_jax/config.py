@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import json
-import math
 import sys
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import cattrs
@@ -30,6 +30,7 @@ from p3o_jax.precision import Precision
 from p3o_jax.rewards.base import Reward
 from p3o_jax.rewards.pool import Verifiers
 from p3o_jax.sampler import Sampling
+from p3o_jax.sampler.sampling import check_seed, is_temperature
 from p3o_jax.sharding import MeshShape
 from p3o_jax.tasks import SortDigits, Task
 from p3o_jax.warm_start import WarmStart
@@ -151,21 +152,19 @@ class Config:
             "write_rollouts_every",
             "roll_back",
             "watchdog_seconds",
-            "seed",
         ):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
         for name in ("sampler_temperature", "learner_temperature"):
             temperature = getattr(self, name)
-            if temperature is not None and not (math.isfinite(temperature) and temperature > 0):
+            if temperature is not None and not is_temperature(temperature):
                 raise ValueError(f"{name} must be positive and finite, got {temperature}")
         if self.pretrained is not None and self.warm_start is not None:
             raise ValueError("warm_start is for a randomly initialised model: leave it out, or leave out pretrained")
         if self.sampler_slots is not None and self.sampler_slots < 1:
             raise ValueError(f"sampler_slots must be at least 1, got {self.sampler_slots}")
         self._check_truncation()
-        if self.seed >= 2**32:
-            raise ValueError(f"seed must be below 2**32, got {self.seed}")
+        check_seed(self.seed)
         if self.objective.reference_kl_coefficient > 0:
             raise ValueError(
                 f"objective.reference_kl_coefficient={self.objective.reference_kl_coefficient}: a run keeps no frozen "
@@ -306,8 +305,17 @@ def _make_converter() -> cattrs.Converter:
 
     converter.register_unstructure_hook_func(is_open, unstructure)
     converter.register_structure_hook_func(is_open, structure)
+    for kind, others in ((bool, ()), (int, ()), (float, (int,)), (str, ())):
+        converter.register_structure_hook(kind, partial(_exactly, kind, others))
     configure_union_passthrough(bool | int | float | str, converter)  # settings of a task, which JSON tells apart
     return converter
+
+
+def _exactly(kind: type, others: tuple[type, ...], value: Any, _: Any) -> Any:
+    """A JSON value of a kind; 2.5 is not rounded to a whole number, and "no" is not true."""
+    if type(value) is not kind and type(value) not in others:
+        raise TypeError(f"{value!r} is not of type {kind.__name__}")
+    return kind(value)
 
 
 def to_json(config: Config) -> dict[str, Any]:

@@ -11,8 +11,8 @@ the learner against itself on the same tokens in another batch shape, and the sa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import jax
@@ -30,6 +30,7 @@ from p3o_jax.optimizer import OptimizerConfig
 from p3o_jax.precision import Precision
 from p3o_jax.rollouts import make_batch
 from p3o_jax.sampler import Sampler, Sampling, SamplingLimits, Weights
+from p3o_jax.sampler.sampling import check_seed, is_temperature
 from p3o_jax.types import Batch, Rollout
 
 EXACT_VOCABULARY = 8192
@@ -58,10 +59,11 @@ class Settings:
             ("temperatures", self.temperatures),
             ("learner_temperature", (self.learner_temperature,)),
         ):
-            if not values or not all(np.isfinite(value) and value > 0 for value in values):
+            if not values or not all(map(is_temperature, values)):
                 raise ValueError(f"probe: {name} must be positive and finite, got {values}")
         if not self.precisions:
             raise ValueError("probe: no precision was given")
+        check_seed(self.seed)
 
 
 @dataclass(frozen=True)
@@ -161,27 +163,29 @@ class Prober:
         self,
         prompts: Sequence[tuple[int, Sequence[int]]],
         params: nnx.State,
-        past: Sequence[tuple[int, Callable[[], nnx.State]]] = (),
-        found: Callable[[Cell], None] = lambda cell: None,
+        policies: Mapping[int, Callable[[], nnx.State]] | None = None,
+        found: Callable[[Report], None] = lambda report: None,
     ) -> Report:
         """Measures every cell.
 
         Args:
             prompts: an index and token ids each.
             params: the learner's.
-            past: staleness and parameters of older policies, loaded when their turn comes.
-            found: is given every cell as soon as it is known, the noise floor first.
+            policies: parameters of the policies that sample by their staleness, loaded when their turn comes. None: the
+                learner's own.
+            found: is given what is known so far, the noise floor first, after every cell.
 
         Raises:
-            ValueError: a prompt does not fit.
+            ValueError: a prompt does not fit, or a sampler's log-probs are not finite.
         """
-        settings, own, cells = self._settings, self._own, []
+        settings, own = self._settings, self._own
         weights = self._samplers[own].synchronise(params)
         floor, drawn = self._cell(own, settings.learner_temperature, 0, weights, params, prompts)
-        found(floor)
         batch_shape = self._batch_shape(params, drawn)
         del drawn
-        for staleness, load in ((0, lambda: params), *past):
+        report = Report((), batch_shape, floor, str(own), settings.learner_temperature, self.kl)
+        found(report)
+        for staleness, load in ({0: lambda: params} if policies is None else policies).items():
             sampled_by = load()
             for precision in settings.precisions:
                 weights = self._samplers[precision].synchronise(sampled_by, -staleness)
@@ -190,9 +194,9 @@ class Prober:
                         cell = floor
                     else:
                         cell, _ = self._cell(precision, temperature, staleness, weights, params, prompts)
-                    cells.append(cell)
-                    found(cell)
-        return Report(tuple(cells), batch_shape, floor, str(own), settings.learner_temperature, self.kl)
+                    report = replace(report, cells=(*report.cells, cell))
+                    found(report)
+        return report
 
     def _cell(
         self,

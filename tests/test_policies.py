@@ -141,7 +141,7 @@ def test_a_probe_asks_for_past_policies_before_it_measures(run, tmp_path):
         arguments = [str(directory), "--precisions", "float32", "--num-prompts", "8", "--staleness", str(age)]
         with pytest.raises((ValueError, FileExistsError), match=message):
             probe.run([*arguments, "--prompts-per-batch", "8", "--out", str(tmp_path)])
-    with pytest.raises(ValueError, match=r"staleness \[1\] needs a run"):
+    with pytest.raises(ValueError, match="staleness 1 needs a run"):
         probe.run([str(directory.parent / "llama3"), "--staleness", "1"])
 
 

@@ -40,7 +40,7 @@ def probed():
     older = jax.tree.map(lambda leaf: leaf * 1.1, params)
     prober = Prober(MODEL, TOKENIZER, LIMITS, mesh, SETTINGS)
     told = []
-    report = prober.run(PROMPTS, params, [(3, lambda: older)], found=told.append)
+    report = prober.run(PROMPTS, params, {0: lambda: params, 3: lambda: older}, found=told.append)
     return SimpleNamespace(report=report, params=params, older=older, mesh=mesh, told=told, prober=prober)
 
 
@@ -150,8 +150,8 @@ def test_every_difference_costs_ess(probed):
     )}  # fmt: skip
     assert ess["float32", 1.0] > ess["fp8_e4m3", 1.0] > ess["float32", 0.5]
     assert ess["float32", 1.0] > ess["float32", 1.0, 3]
-    assert probed.told == [probed.report.equal_precision, *probed.report.cells]
-    assert len(probed.report.cells) == 8
+    assert [len(known.cells) for known in probed.told] == [*range(9)]
+    assert probed.told[-1] == probed.report
 
 
 def test_large_weights_give_no_nan_in_fp8(probed):
@@ -254,16 +254,70 @@ def test_what_is_not_a_number_is_null_in_json():
 
 
 @pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"12=\n34\xff=\n", "is not UTF-8: .* 0xff in position 6"),
+        (b"12=\n\n3x=\n", "line 3 of .*prompts.txt: character 'x' .* alphabet"),
+        (b"\n \n", "there is no prompt in"),
+    ],
+)
+def test_mistakes_in_a_file_of_prompts_are_named_by_line(tmp_path, content, message):
+    path = tmp_path / "prompts.txt"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        command.run(["random:quickstart", "--prompts", str(path)])
+
+
+def test_a_line_is_a_prompt(tmp_path):
+    """Whatever editor it was written with: a mark at the start, two bytes at the end, and separators that are none."""
+    path = tmp_path / "prompts.txt"
+    path.write_bytes("\ufeff12=\r\n\r\n34=\r\n".encode())
+    policy = SimpleNamespace(tokenizer=CharTokenizer("0123456789=\f"), config=None, model=MODEL)
+    asked = command.Arguments("m", prompts=path, response_tokens=8)
+    prompts, limit = command._prompts(asked, policy)
+    assert [(i, policy.tokenizer.decode(ids)) for i, ids in prompts] == [(0, "12="), (2, "34=")]
+    assert limit == 8
+
+
+def test_what_is_measured_is_kept(tmp_path, monkeypatch):
+    """By a probe that ends early, as of Ctrl-C, as the JSON of a complete one; the same output is refused then."""
+    seen, run = [], Prober._cell
+
+    def interrupted(self, *arguments):
+        seen.append(run(self, *arguments) if len(seen) < 2 else None)
+        if seen[-1] is None:
+            raise KeyboardInterrupt
+        return seen[-1]
+
+    monkeypatch.setattr(Prober, "_cell", interrupted)
+    arguments = ["random:quickstart", "--precisions", "bfloat16", "int8", "--num-prompts", "8", "--out", str(tmp_path)]
+    with pytest.raises(KeyboardInterrupt):
+        command.run([*arguments, "--prompts-per-batch", "8", "--samples-per-prompt", "2", "--response-tokens", "2"])
+    kept = json.loads((tmp_path / "probe.json").read_text())
+    assert [cell["precision"] for cell in kept["cells"]] == ["bfloat16/bfloat16/bfloat16"]
+    assert kept["cells"][0]["mismatch"]["ess"] == seen[1][0].mismatch.ess
+    with pytest.raises(FileExistsError, match=r"probe.json exists; give another --out"):
+        command.run([*arguments, "--prompts-per-batch", "8"])
+
+
+@pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["random:quickstart", "--precisions", "int3"], "'int3': precision.weights must be one of"),
         (["random:quickstart", "--precisions", "int4@48"], "precision.block_size=48 does not divide the 16 head_dim"),
         (["random:quickstart", "--temperatures", "0"], "temperatures must be positive"),
-        (["random:quickstart", "--staleness", "2"], r"staleness \[2\] needs a run"),
+        (["random:quickstart", "--staleness", "2"], r"staleness 2 needs a run"),
+        (["random:quickstart", "--staleness", "-1"], r"staleness must be one or more numbers of steps, got \(-1,\)"),
+        (["random:quickstart", "--seed", "-1"], "seed must be at least 0"),
+        (["random:quickstart", "--task", "quickstart", "--prompts", "/dev/null"], "--prompts or --task, not both"),
+        (
+            ["random:quickstart", "--response-tokens", "5000"],
+            "prompt 0 of the task has 11 tokens: .* context of 4096",
+        ),
         (["random:nothing"], "no experiment 'nothing'"),
         (["random:quickstart:ppo"], "unknown variant 'ppo'"),
         (["no/such/run"], "no/such/run"),
-        (["random:quickstart", "--num-prompts", "0"], "num_prompts=0"),
+        (["random:quickstart", "--num-prompts", "0"], "num_prompts must be at least 1"),
         (["random:quickstart", "--response-tokens", "0"], "limits on tokens must be positive"),
         (["random:quickstart", "--prompts", "/dev/null"], "there is no prompt in /dev/null"),
         (["random:quickstart", "--samples-per-prompt", "1"], "samples_per_prompt must be at least 2"),

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -49,16 +53,38 @@ def test_a_streamed_completion_is_the_one_of_the_sampler(capsys):
     assert first == text != second
 
 
+@pytest.mark.parametrize("ended", ["closed output", "Ctrl-C"])
+def test_a_stream_that_is_not_wanted_any_more_ends_quietly(ended):
+    command = [sys.executable, "-m", "p3o_jax.tool", "sample", "random:quickstart", "012=", "--response-tokens", "4000"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen([*command, "--top-k", "1"], env=os.environ | {"XLA_FLAGS": ""}, **pipes) as process:
+        assert len(process.stdout.read(3)) == 3
+        if ended == "Ctrl-C":
+            process.send_signal(signal.SIGINT)
+        process.stdout.close()
+        assert process.stderr.read() == b""
+        assert process.wait(60) in (-signal.SIGINT, -signal.SIGPIPE)
+
+
+def test_an_empty_prompt_is_not_standard_input(monkeypatch):
+    monkeypatch.setattr(sys, "stdin", None)
+    for prompt in ([], [""]):
+        with pytest.raises(ValueError, match="the prompt is empty: give it as an argument, or on standard input"):
+            run(["random:quickstart", *prompt])
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--temperature", "0"], "temperature must be positive"),
         (["--top-p", "0"], "top_p must be above 0"),
-        (["--top-k", "0"], "top_k must be at least 1"),
+        (["--top-k", "0"], "top_k must be a whole number, at least 1"),
         (["--precision", "int7"], "precision.weights must be one of"),
         (["--stop-ids", "100000"], r"stop ids \[100000\] are outside the vocabulary"),
         (["--response-tokens", "5000"], "exceed model.context_tokens=4096"),
         (["--samples", "0"], "samples=0"),
+        (["--seed", "4294967296"], "seed must be at least 0 and below"),
+        (["--greedy", "--temperature", "2"], "--greedy draws nothing: leave out temperature"),
         (["--mesh.tensor", "3"], "tensor=3 does not divide"),
     ],
 )

@@ -72,6 +72,7 @@ def run(arguments: Sequence[str]) -> None:
     from p3o_jax.prompts import evaluation_set, longest
     from p3o_jax.rewards.pool import Verifiers
     from p3o_jax.sampler import Sampler, Sampling, SamplingLimits
+    from p3o_jax.sampler.sampling import check_seed
     from p3o_jax.scoring import Scorer
     from p3o_jax.tasks.specification import task_of
 
@@ -79,7 +80,10 @@ def run(arguments: Sequence[str]) -> None:
         raise ValueError(f"eval: samples={asked.samples}: give at least 1, or 0 with --greedy")
     if asked.batch < 1 or (asked.prompts is not None and asked.prompts < 1):
         raise ValueError(f"eval: batch={asked.batch} and prompts={asked.prompts} must be at least 1")
+    check_seed(asked.seed)
     sampling = Sampling(asked.temperature, asked.top_k, asked.top_p, asked.min_p)
+    if asked.output is not None and any(asked.output.glob("*.json")):
+        raise FileExistsError(f"{asked.output} has results: give another --output")
     verifiers = Verifiers(timeout_seconds=asked.verifier_timeout_seconds)
     precision = parse(asked.precision or ("float32" if jax.default_backend() == "cpu" else "bfloat16"))
     tasks = [task_of(specification) for specification in asked.task]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -14,6 +15,9 @@ import tyro
 from p3o_jax.sharding import MeshShape
 
 if TYPE_CHECKING:
+    from flax import nnx
+    from jax.sharding import Mesh
+
     from p3o_jax.policies import Policy
 
 LADDER = (
@@ -38,7 +42,8 @@ class Arguments:
     """A run directory (its newest checkpoint, or RUN@STEP), a directory in Hugging Face format, a .gguf file,
     smollm2-135m, or random:EXPERIMENT[:VARIANT] for that experiment's model as it is initialised."""
     prompts: Path | None = None
-    """A text file with a prompt a line. Default: the evaluation prompts of the task."""
+    """A UTF-8 text file with a prompt a line; empty lines are passed over. Default: the evaluation prompts of the
+    task."""
     task: str | None = None
     """EXPERIMENT[:VARIANT] whose task the prompts are of. Default: the run's own."""
     num_prompts: int = 64
@@ -50,7 +55,8 @@ class Arguments:
     temperatures: tuple[float, ...] = (1.0,)
     """The sampler's."""
     staleness: tuple[int, ...] = (0,)
-    """Steps that the sampler's weights are older than the learner's; needs a run with those checkpoints."""
+    """Steps that the sampler's weights are older than the learner's; other than 0 needs a run with those
+    checkpoints."""
     learner_temperature: float = 1.0
     """Temperature of the policy that would be trained."""
     learner_dtype: Literal["float32", "bfloat16"] | None = None
@@ -80,12 +86,13 @@ def run(arguments: Sequence[str]) -> None:
     from p3o_jax import probe, probe_report, sharding
     from p3o_jax.cli import open_policy
     from p3o_jax.compilation_cache import enable_compilation_cache
-    from p3o_jax.policies import find_checkpoint, load_policy
+    from p3o_jax.policies import find_checkpoint
     from p3o_jax.precision import describe, parse
+    from p3o_jax.runs.directory import write_atomically
     from p3o_jax.sampler import SamplingLimits
 
     settings = probe.Settings(
-        precisions=tuple(parse(text) for text in dict.fromkeys(asked.precisions)),
+        precisions=tuple(dict.fromkeys(map(parse, asked.precisions))),
         temperatures=tuple(dict.fromkeys(asked.temperatures)),
         samples_per_prompt=asked.samples_per_prompt,
         prompts_per_batch=asked.prompts_per_batch,
@@ -93,22 +100,29 @@ def run(arguments: Sequence[str]) -> None:
         top_tokens=asked.top_tokens,
         seed=asked.seed,
     )
-    if min(asked.staleness, default=0) < 0 or asked.num_prompts < 1:
-        raise ValueError(f"probe: staleness {asked.staleness} and num_prompts={asked.num_prompts} must not be negative")
+    ages = sorted(set(asked.staleness))
+    if not ages or ages[0] < 0:
+        raise ValueError(f"probe: staleness must be one or more numbers of steps, got {asked.staleness}")
+    if asked.num_prompts < 1:
+        raise ValueError(f"probe: num_prompts must be at least 1, got {asked.num_prompts}")
+    if asked.prompts is not None and asked.task is not None:
+        raise ValueError("probe: give --prompts or --task, not both")
     enable_compilation_cache()
     mesh = sharding.make_mesh(asked.mesh)
     newest = find_checkpoint(asked.model)
     policy = open_policy(asked.model, mesh, chat=asked.chat, system_prompt=asked.system_prompt)
-    ages = sorted(set(asked.staleness) - {0})
-    if ages and newest is None:
-        raise ValueError(f"probe: staleness {ages} needs a run, whose checkpoints are its past; {asked.model} is none")
-    older = {age: f"{newest.parents[1]}@{policy.step - age}" for age in ages} if newest else {}
-    for age, name in older.items():
+    if ages[-1] > 0 and newest is None:
+        raise ValueError(
+            f"probe: staleness {ages[-1]} needs a run, whose checkpoints are its past; {asked.model} is none"
+        )
+    policies: dict[int, Callable[[], nnx.State]] = {0: lambda: policy.params} if 0 in ages else {}
+    for age in ages[0 in ages :]:
+        name = f"{newest.parents[1] if newest else ''}@{policy.step - age}"
         if age > policy.step or find_checkpoint(name) is None:
             raise ValueError(f"probe: staleness {age} is older than the run, which is at step {policy.step}")
+        policies[age] = partial(_params_of, name, mesh)
 
-    texts, limit = _prompts(asked, policy)
-    prompts = [(i, policy.tokenizer.encode(text)) for i, text in texts]
+    prompts, limit = _prompts(asked, policy)
     shards = sharding.num_batch_shards(mesh)
     if len(prompts) % shards or asked.prompts_per_batch % shards:
         raise ValueError(
@@ -128,11 +142,16 @@ def run(arguments: Sequence[str]) -> None:
         products, cache = (line.partition(": ")[2] for line in describe(precision, device))
         print(f"  {precision}: {products}; {cache}")
 
-    def say(cell: probe.Cell) -> None:
-        print(f"  {probe_report.name(cell)}: ESS {cell.mismatch.ess:.5f}", file=sys.stderr, flush=True)
+    about = {"model": asked.model, "step": policy.step, "device": device, "command": ["p3o", "probe", *arguments]}
 
-    past = [(age, lambda name=name: load_policy(name, mesh).params) for age, name in older.items()]
-    report = prober.run(prompts, policy.params, past, found=say)
+    def keep(report: probe.Report) -> None:
+        write_atomically(out / "probe.json", probe_report.to_json(report, about))
+        cell = report.cells[-1] if report.cells else report.equal_precision
+        floor = "" if report.cells else ", the noise floor"
+        print(f"  {probe_report.name(cell)}{floor}: ESS {cell.mismatch.ess:.5f}", file=sys.stderr, flush=True)
+
+    report = prober.run(prompts, policy.params, policies, found=keep)
+    probe_report.heat_map(report, out / "probe.png", f"ESS of {Path(asked.model).name} against its sampler")
 
     print(f"\n{probe_report.table(report)}\n")
     for line in probe_report.explanation(report):
@@ -141,20 +160,26 @@ def run(arguments: Sequence[str]) -> None:
         print(f"\n{probe_report.name(cell)}: largest log-ratios")
         for line in probe_report.offenders(cell):
             print(f"  {line}")
-    about = {"model": asked.model, "step": policy.step, "device": device, "command": ["p3o", "probe", *arguments]}
-    (out / "probe.json").write_text(probe_report.to_json(report, about))
-    probe_report.heat_map(report, out / "probe.png", f"ESS of {Path(asked.model).name} against its sampler")
     print(f"\nWrote {out / 'probe.json'} and {out / 'probe.png'}")
 
 
-def _prompts(asked: Arguments, policy: Policy) -> tuple[list[tuple[int, str]], int]:
-    """Prompts with their index, and the longest response."""
+def _params_of(name: str, mesh: Mesh) -> nnx.State:
+    from p3o_jax.policies import load_policy
+
+    return load_policy(name, mesh).params
+
+
+def _prompts(asked: Arguments, policy: Policy) -> tuple[list[tuple[int, list[int]]], int]:
+    """Prompts, each with its index (in a file, its line from 0), and the longest response."""
     from p3o_jax.cli import configuration
     from p3o_jax.prompts import evaluation_prompts
 
     if asked.prompts is not None:
-        lines = enumerate(asked.prompts.read_text(encoding="utf-8").splitlines())
-        texts, limit = [(i, line) for i, line in lines if line.strip()], 128
+        try:
+            lines = asked.prompts.read_text(encoding="utf-8-sig").split("\n")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"probe: {asked.prompts} is not UTF-8: {error}") from None
+        texts, limit = [(i, line.removesuffix("\r")) for i, line in enumerate(lines) if line.strip()], 128
         if not texts:
             raise ValueError(f"probe: there is no prompt in {asked.prompts}")
     elif asked.task is None and policy.config is None:
@@ -163,4 +188,19 @@ def _prompts(asked: Arguments, policy: Policy) -> tuple[list[tuple[int, str]], i
         task = policy.config.task if asked.task is None else configuration(asked.task).task
         texts = [(prompt.index, prompt.text) for prompt in evaluation_prompts(task, asked.num_prompts)]
         limit = task.max_response_tokens
-    return texts[: asked.num_prompts], limit if asked.response_tokens is None else asked.response_tokens
+    if asked.response_tokens is not None:
+        limit = asked.response_tokens
+    prompts, context = [], policy.model.context_tokens
+    for i, text in texts[: asked.num_prompts]:
+        where = f"line {i + 1} of {asked.prompts}" if asked.prompts else f"prompt {i} of the task"
+        try:
+            ids = policy.tokenizer.encode(text)
+        except ValueError as error:
+            raise ValueError(f"probe: {where}: {error}") from None
+        if len(ids) + limit > context:
+            raise ValueError(
+                f"probe: {where} has {len(ids)} tokens: with a response of {limit} more than the model's context of "
+                f"{context}; give fewer --response-tokens, or a shorter prompt"
+            )
+        prompts.append((i, ids))
+    return prompts, limit

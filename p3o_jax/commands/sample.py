@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -24,7 +26,7 @@ class Arguments:
     model: tyro.conf.Positional[str]
     """A run directory (its newest checkpoint, or RUN@STEP), a directory in Hugging Face format, a .gguf file,
     smollm2-135m, or random:EXPERIMENT[:VARIANT] for that experiment's model as it is initialised."""
-    prompt: tyro.conf.Positional[str] = ""
+    prompt: tyro.conf.Positional[str | None] = None
     """The prompt. Default: standard input."""
     response_tokens: int = 256
     """Longest completion."""
@@ -39,7 +41,7 @@ class Arguments:
     min_p: float = 0.0
     """Only tokens at least so many times as likely as the most likely one."""
     greedy: bool = False
-    """Take the most likely token instead of drawing."""
+    """Take the most likely token instead of drawing; with none of the settings above."""
     precision: str | None = None
     """WEIGHTS[@tensor | @BLOCK][+PART...][/ACTIVATIONS[/KV_CACHE]]; what is left out is bfloat16. Default: float32 on
     a CPU, else bfloat16."""
@@ -67,15 +69,19 @@ def run(arguments: Sequence[str]) -> None:
     from p3o_jax.cli import open_policy
     from p3o_jax.compilation_cache import enable_compilation_cache
     from p3o_jax.precision import parse
-    from p3o_jax.rollouts import responses
+    from p3o_jax.rollouts import check_log_probs, response_mask
     from p3o_jax.sampler import Sampler, Sampling, SamplingLimits
-    from p3o_jax.types import FinishReason
+    from p3o_jax.sampler.sampling import check_seed
+    from p3o_jax.types import FinishReason, responses
 
     if asked.samples < 1 or asked.response_tokens < 1:
         raise ValueError(
             f"sample: samples={asked.samples} and response_tokens={asked.response_tokens} must be at least 1"
         )
+    check_seed(asked.seed)
     sampling = Sampling(asked.temperature, asked.top_k, asked.top_p, asked.min_p)
+    if asked.greedy and sampling != Sampling():
+        raise ValueError("sample: --greedy draws nothing: leave out temperature, top-k, top-p and min-p")
     default = "float32" if jax.default_backend() == "cpu" else "bfloat16"
     precision = parse(asked.precision or default)
     shape = asked.mesh
@@ -83,27 +89,32 @@ def run(arguments: Sequence[str]) -> None:
     mesh = sharding.make_mesh(shape, jax.devices()[:count])
     enable_compilation_cache()
     policy = open_policy(asked.model, mesh, chat=asked.chat, system_prompt=asked.system_prompt)
-    ids = policy.tokenizer.encode(asked.prompt or sys.stdin.read().rstrip("\n"))
-    if not ids:
-        raise ValueError("sample: the prompt is empty")
+    text = asked.prompt
+    if text is None and sys.stdin is not None:
+        text = sys.stdin.read().rstrip("\n")
+    ids = policy.tokenizer.encode(text or "")
+    if not text or not ids:
+        raise ValueError("sample: the prompt is empty: give it as an argument, or on standard input")
     limits = SamplingLimits(len(ids), asked.response_tokens, policy.tokenizer.eos_ids, asked.stop_ids)
     sampler = Sampler(policy.model, policy.tokenizer.vocab_size, limits, precision, mesh)
     weights = sampler.synchronise(policy.params, policy.step)
 
     typed = Typed(policy.tokenizer, set(limits.eos_ids + limits.stop_ids), sys.stdout.write)
     shards = sharding.num_batch_shards(mesh)  # which all need a prompt, and answer it alike
-    rollout = sampler(
-        weights,
-        [ids] * shards,
-        [0] * shards,
-        key=jax.random.key(asked.seed),
-        num_samples=asked.samples,
-        sampling=sampling,
-        greedy=asked.greedy,
-        on_draw=typed if asked.samples == 1 else None,
-    )
-    jax.effects_barrier()
+    with _ended_by_signals():
+        rollout = sampler(
+            weights,
+            [ids] * shards,
+            [0] * shards,
+            key=jax.random.key(asked.seed),
+            num_samples=asked.samples,
+            sampling=sampling,
+            greedy=asked.greedy,
+            on_draw=typed if asked.samples == 1 else None,
+        )
+        jax.effects_barrier()
     rollout = jax.tree.map(lambda leaf: leaf[: asked.samples], sharding.to_local(rollout))
+    check_log_probs(rollout, response_mask(rollout))
     if asked.samples == 1:
         typed.finish()
     for row, completion in enumerate(responses(rollout)):
@@ -122,6 +133,20 @@ def run(arguments: Sequence[str]) -> None:
                 strict=True,
             ):
                 print(f"{log_prob:10.4f}  {math.exp(log_prob):7.2%}  {token:7d}  {policy.tokenizer.decode([token])!r}")
+
+
+@contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """A block in which Ctrl-C and a closed output end the process at once, as they end other programs.
+
+    It writes nothing but the output, and an exception does not pass through a compiled program.
+    """
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGINT, signal.SIGPIPE)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 class Typed:

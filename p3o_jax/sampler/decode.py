@@ -151,6 +151,11 @@ class Sampler:
             raise ValueError(f"sampler: num_samples must be at least 1, got {num_samples}")
         if not (support in (None, "exact") or (isinstance(support, int) and support > 0)):
             raise ValueError(f"sampler: support must be None, 'exact' or a number of tokens, got {support!r}")
+        shards, processes = sharding.num_batch_shards(self.mesh), jax.process_count()
+        if len(prompts) == 0 or len(prompts) * processes % shards:
+            raise ValueError(
+                f"sampler: {len(prompts)} prompts of each of {processes} processes do not divide over {shards} devices"
+            )
         requests, truncation = self.requests(prompts, prompt_indices, sampling, response_limits)
         options = Options(num_samples, greedy, NOTHING_CUT if greedy else truncation, support, on_draw)
         return self.sample(weights, sharding.to_global(requests, self.mesh), key, options=options)
@@ -169,11 +174,6 @@ class Sampler:
         for name, values in (("prompt_indices", prompt_indices), ("sampling", settings), ("response_limits", limits)):
             if len(values) != len(prompts):
                 raise ValueError(f"sampler: {len(values)} {name} for {len(prompts)} prompts")
-        shards, processes = sharding.num_batch_shards(self.mesh), jax.process_count()
-        if len(prompts) == 0 or len(prompts) * processes % shards:
-            raise ValueError(
-                f"sampler: {len(prompts)} prompts of each of {processes} processes do not divide over {shards} devices"
-            )
         indices = _int32(prompt_indices, 0, 2**31 - 1, "prompt index")
         room_of = _int32(limits, 1, room, "response limit")
         tokens = []

@@ -32,6 +32,16 @@ def is_temperature(value: float) -> bool:
     return math.isfinite(value) and float(np.finfo(np.float32).tiny) <= value <= float(np.finfo(np.float32).max)
 
 
+def check_seed(seed: int) -> None:
+    """Refuses what a key cannot be made of without meaning another seed's.
+
+    Raises:
+        ValueError: it is not between 0 and 2**32 - 1.
+    """
+    if not 0 <= seed < 2**32:
+        raise ValueError(f"seed must be at least 0 and below 2**32, got {seed}")
+
+
 @dataclass(frozen=True)
 class Sampling:
     """How tokens are drawn from the logits."""

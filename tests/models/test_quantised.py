@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -252,3 +254,13 @@ def test_blocks_that_do_not_divide_are_refused(block, tensor, message):
             weight_specs(abstract, mesh, sharding.SAMPLER_RULES),
             mesh,
         )
+
+
+def test_a_head_that_is_the_embedding_cannot_be_included_by_itself():
+    config = dataclasses.replace(CONFIG, tied_embeddings=True)
+    _, abstract = abstract_model(config, VOCAB)
+    mesh = make_mesh(devices=jax.devices()[:1])
+    specs = weight_specs(abstract, mesh, sharding.SAMPLER_RULES)
+    check_fits(Precision("int8", include=("embedding",)), abstract, specs, mesh)
+    with pytest.raises(ValueError, match=r"precision.include has head, but the embedding .* include embedding"):
+        check_fits(Precision("int8", include=("head",)), abstract, specs, mesh)

@@ -14,12 +14,12 @@ import pytest
 from flax import nnx
 
 from experiments import quickstart
-from p3o_jax import probe, probe_report
 from p3o_jax.commands import probe as command
 from p3o_jax.models.tokenizer import CharTokenizer
 from p3o_jax.models.transformer import Transformer, TransformerConfig, abstract_model
 from p3o_jax.precision import Precision, parse
-from p3o_jax.probe import Cell, Mismatch, Prober, Report, Settings
+from p3o_jax.probe import Cell, Mismatch, Prober, Report, Settings, prober
+from p3o_jax.probe import report as probe_report
 from p3o_jax.sampler import Sampler, Sampling, SamplingLimits
 from p3o_jax.sharding import make_mesh, to_local
 from p3o_jax.trainer import Trainer
@@ -134,8 +134,8 @@ def test_the_noise_floor_is_where_nothing_differs(probed):
 
 def test_large_vocabularies_are_compared_by_their_most_likely_tokens(probed, monkeypatch):
     """Of 12 tokens here 5 and a bucket: the same tokens are drawn, and the KL is a lower bound."""
-    monkeypatch.setattr(probe, "EXACT_VOCABULARY", 1)
-    monkeypatch.setattr(probe, "SUPPORT_TOKENS", 5)
+    monkeypatch.setattr(prober, "EXACT_VOCABULARY", 1)
+    monkeypatch.setattr(prober, "SUPPORT_TOKENS", 5)
     settings = replace(SETTINGS, precisions=(Precision(),), temperatures=(0.5,))
     report = Prober(MODEL, TOKENIZER, LIMITS, probed.mesh, settings).run(PROMPTS, probed.params)
     exact, (bounded,) = cell(probed.report, "float32", 0.5).mismatch, (found.mismatch for found in report.cells)

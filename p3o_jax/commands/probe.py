@@ -83,15 +83,15 @@ def run(arguments: Sequence[str]) -> None:
     """Prints a table with what it means, and writes it as JSON and as a heat map."""
     asked = tyro.cli(Arguments, args=list(arguments), prog="p3o probe", description=__doc__)
 
-    from p3o_jax import probe, probe_report, sharding
+    from p3o_jax import sharding
     from p3o_jax.cli import open_policy
     from p3o_jax.compilation_cache import enable_compilation_cache
-    from p3o_jax.policies import find_checkpoint
     from p3o_jax.precision import describe, parse
+    from p3o_jax.probe import Prober, Report, Settings, report
     from p3o_jax.runs.directory import write_atomically
     from p3o_jax.sampler import SamplingLimits
 
-    settings = probe.Settings(
+    settings = Settings(
         precisions=tuple(dict.fromkeys(map(parse, asked.precisions))),
         temperatures=tuple(dict.fromkeys(asked.temperatures)),
         samples_per_prompt=asked.samples_per_prompt,
@@ -109,19 +109,8 @@ def run(arguments: Sequence[str]) -> None:
         raise ValueError("probe: give --prompts or --task, not both")
     enable_compilation_cache()
     mesh = sharding.make_mesh(asked.mesh)
-    newest = find_checkpoint(asked.model)
     policy = open_policy(asked.model, mesh, chat=asked.chat, system_prompt=asked.system_prompt)
-    if ages[-1] > 0 and newest is None:
-        raise ValueError(
-            f"probe: staleness {ages[-1]} needs a run, whose checkpoints are its past; {asked.model} is none"
-        )
-    policies: dict[int, Callable[[], nnx.State]] = {0: lambda: policy.params} if 0 in ages else {}
-    for age in ages[0 in ages :]:
-        name = f"{newest.parents[1] if newest else ''}@{policy.step - age}"
-        if age > policy.step or find_checkpoint(name) is None:
-            raise ValueError(f"probe: staleness {age} is older than the run, which is at step {policy.step}")
-        policies[age] = partial(_params_of, name, mesh)
-
+    policies = _policies(asked.model, ages, policy, mesh)
     prompts, limit = _prompts(asked, policy)
     shards = sharding.num_batch_shards(mesh)
     if len(prompts) % shards or asked.prompts_per_batch % shards:
@@ -130,7 +119,7 @@ def run(arguments: Sequence[str]) -> None:
         )
     limits = SamplingLimits(max(len(ids) for _, ids in prompts), limit, policy.tokenizer.eos_ids)
     model = replace(policy.model, dtype=asked.learner_dtype or policy.model.dtype)
-    prober = probe.Prober(model, policy.tokenizer, limits, mesh, settings)
+    prober = Prober(model, policy.tokenizer, limits, mesh, settings)
     out = asked.out or Path("runs", "probe", time.strftime("%Y-%m-%d_%H-%M-%S"))
     if (out / "probe.json").exists():
         raise FileExistsError(f"{out / 'probe.json'} exists; give another --out")
@@ -144,29 +133,46 @@ def run(arguments: Sequence[str]) -> None:
 
     about = {"model": asked.model, "step": policy.step, "device": device, "command": ["p3o", "probe", *arguments]}
 
-    def keep(report: probe.Report) -> None:
-        write_atomically(out / "probe.json", probe_report.to_json(report, about))
-        cell = report.cells[-1] if report.cells else report.equal_precision
-        floor = "" if report.cells else ", the noise floor"
-        print(f"  {probe_report.name(cell)}{floor}: ESS {cell.mismatch.ess:.5f}", file=sys.stderr, flush=True)
+    def keep(known: Report) -> None:
+        write_atomically(out / "probe.json", report.to_json(known, about))
+        cell = known.cells[-1] if known.cells else known.equal_precision
+        floor = "" if known.cells else ", the noise floor"
+        print(f"  {report.name(cell)}{floor}: ESS {cell.mismatch.ess:.5f}", file=sys.stderr, flush=True)
 
-    report = prober.run(prompts, policy.params, policies, found=keep)
-    probe_report.heat_map(report, out / "probe.png", f"ESS of {Path(asked.model).name} against its sampler")
+    found = prober.run(prompts, policy.params, policies, found=keep)
+    report.heat_map(found, out / "probe.png", f"ESS of {Path(asked.model).name} against its sampler")
 
-    print(f"\n{probe_report.table(report)}\n")
-    for line in probe_report.explanation(report):
+    print(f"\n{report.table(found)}\n")
+    for line in report.explanation(found):
         print(line)
-    for cell in report.cells:
-        print(f"\n{probe_report.name(cell)}: largest log-ratios")
-        for line in probe_report.offenders(cell):
+    for cell in found.cells:
+        print(f"\n{report.name(cell)}: largest log-ratios")
+        for line in report.offenders(cell):
             print(f"  {line}")
     print(f"\nWrote {out / 'probe.json'} and {out / 'probe.png'}")
 
 
-def _params_of(name: str, mesh: Mesh) -> nnx.State:
-    from p3o_jax.policies import load_policy
+def _policies(model: str, ages: Sequence[int], policy: Policy, mesh: Mesh) -> dict[int, Callable[[], nnx.State]]:
+    """The parameters that are so many steps older than a policy's, each to be loaded when it is called."""
+    from p3o_jax.policies import find_checkpoint, load_policy
 
-    return load_policy(name, mesh).params
+    def load(name: str) -> nnx.State:
+        return load_policy(name, mesh).params
+
+    newest = find_checkpoint(model)
+    policies: dict[int, Callable[[], nnx.State]] = {}
+    for age in ages:
+        if age == 0:
+            policies[age] = lambda: policy.params
+        elif newest is None:
+            raise ValueError(f"probe: staleness {age} needs a run, whose checkpoints are its past; {model} is none")
+        elif age > policy.step:
+            raise ValueError(f"probe: staleness {age} is older than the run, which is at step {policy.step}")
+        else:
+            older = f"{newest.parents[1]}@{policy.step - age}"
+            find_checkpoint(older)  # or there is none
+            policies[age] = partial(load, older)
+    return policies
 
 
 def _prompts(asked: Arguments, policy: Policy) -> tuple[list[tuple[int, list[int]]], int]:

@@ -1,13 +1,4 @@
-"""How far a sampler is from the policy being trained, before anything is trained.
-
-For every cell of precision x temperature x staleness the sampler draws responses, and the learner's forward pass, the
-one that training uses, gives the log-probs of the same tokens:
-
-    log_ratio_t = log pi(y_t) - log mu(y_t)      pi the learner, mu the sampler of the cell
-
-and from these the ESS and what else `p3o_jax.stats` says of a batch of rollouts. Besides the cells, the noise floor:
-the learner against itself on the same tokens in another batch shape, and the sampler at the learner's own precision.
-"""
+"""Measures how far samplers are from the policy being trained: the compiled parts, and the walk over the cells."""
 
 from __future__ import annotations
 
@@ -16,18 +7,18 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from p3o_jax import metrics, sharding, stats
+from p3o_jax import sharding
 from p3o_jax.learner import Learner
 from p3o_jax.models.tokenizer import Tokenizer
 from p3o_jax.models.transformer import TransformerConfig
 from p3o_jax.objectives import P3OSnapshot, kl
 from p3o_jax.optimizer import OptimizerConfig
 from p3o_jax.precision import Precision
+from p3o_jax.probe.findings import Cell, Mismatch, Report, Token, mismatch
 from p3o_jax.rollouts import make_batch
 from p3o_jax.sampler import Sampler, Sampling, SamplingLimits, Weights
 from p3o_jax.sampler.sampling import check_seed, is_temperature
@@ -66,63 +57,6 @@ class Settings:
         check_seed(self.seed)
 
 
-@dataclass(frozen=True)
-class Token:
-    """A token on which the two sides disagree, and what stands before it."""
-
-    prompt_index: int
-    position: int  # in the response, from 0
-    context: str
-    token: str
-    log_prob: float  # the learner's
-    behaviour_log_prob: float
-
-
-@dataclass(frozen=True)
-class Mismatch:
-    """What is said of one set of tokens; means are over tokens."""
-
-    ess: float
-    ess_error: float  # its standard error, over prompts
-    sequence_ess: float  # of ratios of whole responses: 1 / rows already where the tokens' is near 1
-    kl: float | None  # KL(pi, mu) of the distributions, exact or of their top tokens; None: not looked at
-    k3: float
-    chi2: float
-    log_ratio_abs_mean: float
-    log_ratio_abs_max: float
-    outside_fraction: float  # of ratios outside 1 +- 0.2
-    ratio_mean: float
-    nonfinite: int
-    num_tokens: int
-    num_rows: int
-
-
-@dataclass(frozen=True)
-class Cell:
-    """A sampler, and how far it is from the learner."""
-
-    precision: str
-    temperature: float
-    staleness: int
-    mismatch: Mismatch
-    top: tuple[Token, ...]
-
-
-@dataclass(frozen=True)
-class Report:
-    """All cells, and what there is without any difference."""
-
-    cells: tuple[Cell, ...]
-    batch_shape: Mismatch
-    """The learner against itself: rows at once, and in halves."""
-    equal_precision: Cell
-    """The sampler in the learner's own format, at its temperature, with its weights."""
-    learner_precision: str
-    learner_temperature: float
-    kl: str
-    """What stands for the KL: "exact" or "top_k", a lower bound."""
-
-
 class Prober:
     """The compiled parts of a probe of one architecture."""
 
@@ -156,7 +90,6 @@ class Prober:
             precision: Sampler(model, vocab_size, limits, precision, mesh)
             for precision in (self._own, *settings.precisions)
         }
-        self._statistics = jax.jit(_statistics, static_argnames="num_groups")
         self._divergence = jax.jit(lambda learner, sampler: kl.distribution(self.kl, learner, sampler))
 
     def run(
@@ -221,7 +154,7 @@ class Prober:
         mask, behaviour = (_stack([getattr(b, name) for b in batches]) for name in ("mask", "behaviour_log_probs"))
         log_probs, divergence = _stack(of_learner), _stack(divergences)
         group = np.concatenate([rollout.group for rollout in rollouts])
-        found = self._mismatch(log_probs, behaviour, divergence, mask, group)
+        found = mismatch(log_probs, behaviour, divergence, mask, group)
         top = tuple(self._top(rollouts, of_learner, batches))
         drawn = [(batch, rollout.group) for batch, rollout in zip(batches, rollouts, strict=True)]
         return Cell(str(precision), temperature, staleness, found, top), drawn
@@ -261,25 +194,7 @@ class Prober:
             halves.append(np.concatenate(log_probs[1:])[:, :-1])
             masks.append(batch.mask[: 2 * rows])
             groups.append(group[: 2 * rows])
-        return self._mismatch(_stack(whole), _stack(halves), None, _stack(masks), np.concatenate(groups))
-
-    def _mismatch(
-        self,
-        log_probs: np.ndarray,
-        behaviour: np.ndarray,
-        divergence: np.ndarray | None,
-        mask: np.ndarray,
-        group: np.ndarray,
-    ) -> Mismatch:
-        names, prompt = np.unique(group, return_inverse=True)
-        arrays = (log_probs, behaviour, divergence, mask, prompt.astype(np.int32))
-        found = jax.device_get(self._statistics(*arrays, num_groups=len(names)))
-        return Mismatch(
-            **({"kl": None} | {name: float(value) for name, value in found.items() if name != "nonfinite"}),
-            nonfinite=int(found["nonfinite"]),
-            num_tokens=int(mask.sum()),
-            num_rows=len(mask),
-        )
+        return mismatch(_stack(whole), _stack(halves), None, _stack(masks), np.concatenate(groups))
 
     def _top(self, rollouts: list[Rollout], of_learner: list[np.ndarray], batches: list[Batch]) -> Iterator[Token]:
         """The tokens with the largest |log ratio|, those that are not finite first; each prompt and position once."""
@@ -303,30 +218,6 @@ class Prober:
                 float(of_learner[i][row, column]),
                 float(batches[i].behaviour_log_probs[row, column]),
             )
-
-
-def _statistics(
-    log_probs: Any, behaviour: Any, divergence: Any, mask: Any, prompt: Any, *, num_groups: int
-) -> dict[str, Any]:
-    """The fields of a `Mismatch` that are taken over tokens [B, T]; `prompt` [B] is that of a row."""
-    log_ratio = stats.log_ratio(log_probs, behaviour, mask)
-    found = stats.ratio_metrics(log_ratio, mask)
-    tags = {
-        "ess": "policy/ess",
-        "k3": "policy/behaviour_kl_proxy",
-        "chi2": "policy/chi2",
-        "log_ratio_abs_mean": "policy/log_ratio_abs_mean",
-        "log_ratio_abs_max": "policy/log_ratio_abs_max",
-        "outside_fraction": "policy/outside_0.2_fraction",
-        "ratio_mean": "policy/ratio_mean",
-        "nonfinite": "policy/nonfinite_log_ratio",
-    }
-    wanted = {name: found[tag] for name, tag in tags.items()}
-    wanted["sequence_ess"] = stats.sequence_moments(log_ratio, mask)
-    if divergence is not None:
-        wanted["kl"] = stats.token_mean(divergence, mask)
-    by_prompt = stats.RatioMoments.of(log_ratio, mask, jnp.broadcast_to(prompt[:, None], mask.shape), num_groups)
-    return metrics.values(wanted) | {"ess_error": stats.ess_standard_error(by_prompt)}
 
 
 def _parts(prompts: Sequence, size: int) -> list[Sequence]:

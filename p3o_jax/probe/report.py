@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from p3o_jax.probe import Cell, Mismatch, Report
+from p3o_jax.probe.findings import Cell, Mismatch, Report
 
 # Where the words for an ESS change; docs/probe.md says why there.
 NONE, SLIGHT, MARKED, HEAVY = 0.9999, 0.99, 0.9, 0.5

@@ -98,7 +98,10 @@ def evaluation_prompts(task: Task, count: int) -> list[Prompt]:
     """
     source = task.prompts("evaluation", EVALUATION_SEED)
     if not 0 < count <= len(source):
-        raise ValueError(f"evaluation_prompts must be between 1 and the task's {len(source)}, got {count}")
+        raise ValueError(
+            f"{count} evaluation prompts of {task.name} were asked for (evaluation_prompts, or the number of prompts); "
+            f"ask for 1 to {len(source)}"
+        )
     found: dict[bytes, Prompt] = {}
     for i in range(min(len(source), _DRAWS_PER_PROMPT * count)):
         prompt = source[i]

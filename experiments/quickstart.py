@@ -12,12 +12,15 @@ A minute and a half a variant on two busy cores, of which the 60 steps are 16 s.
 temperature 1, of 2,048 samples to 256 held-out prompts:
 
     variant  seed  pass@1 before  after  greedy  ESS mean  ESS min
-    p3o         0          0.238  0.908   0.980     0.976    0.881
-    p3o         1          0.236  0.844   0.941     0.975    0.799
-    p3o         2          0.239  0.875   0.953     0.973    0.727
-    grpo        0          0.238  0.649   0.980     0.965    0.930
-    grpo        1          0.236  0.624   0.895     0.968    0.884
-    grpo        2          0.239  0.655   0.949     0.965    0.884
+    p3o         0          0.238  0.914   0.984     0.976    0.881
+    p3o         1          0.236  0.858   0.945     0.974    0.800
+    p3o         2          0.239  0.854   0.934     0.974    0.709
+    grpo        0          0.238  0.645   0.977     0.965    0.930
+    grpo        1          0.236  0.674   0.941     0.969    0.927
+    grpo        2          0.239  0.682   0.980     0.965    0.643
+
+What a rounding does: before the sampler's log-probs were taken from the largest logit, which changes them in the last
+digit, the same runs ended at 0.908, 0.844, 0.875 (P3O) and 0.649, 0.624, 0.655 (GRPO).
 
 In the first rollout step 18 to 22 % of the ratios are outside 1 +- 0.2, most of them moved there by the temperature
 alone; GRPO's clip takes them for a policy that has moved. The warm start matters more to P3O than to GRPO: with half of

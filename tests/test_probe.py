@@ -18,7 +18,7 @@ from p3o_jax.commands import probe as command
 from p3o_jax.models.tokenizer import CharTokenizer
 from p3o_jax.models.transformer import Transformer, TransformerConfig, abstract_model
 from p3o_jax.precision import Precision, parse
-from p3o_jax.probe import Cell, Mismatch, Prober, Report, Settings, prober
+from p3o_jax.probe import Cell, Mismatch, Prober, Report, Settings, findings, prober
 from p3o_jax.probe import report as probe_report
 from p3o_jax.sampler import Sampler, Sampling, SamplingLimits
 from p3o_jax.sharding import make_mesh, to_local
@@ -327,3 +327,8 @@ def test_mistakes_are_one_line_before_anything_compiles(arguments, message):
     with pytest.raises((ValueError, OSError), match=message) as error:
         command.run(arguments)
     assert "\n" not in str(error.value)
+
+
+def test_the_rows_of_a_prompt_are_found_whatever_their_order():
+    rows, there = findings._by_prompt(np.array([7, 3, 7, 5, 3, 7]))
+    assert [row[place].tolist() for row, place in zip(rows, there, strict=True)] == [[1, 4], [3], [0, 2, 5]]

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
@@ -87,9 +85,7 @@ def mismatch(
         mask: tokens that count.
         group: the prompt of each row, over which the error of the ESS is taken.
     """
-    names, prompt = np.unique(group, return_inverse=True)
-    arrays = (log_probs, behaviour, divergence, mask, prompt.astype(np.int32))
-    found = jax.device_get(_statistics(*arrays, num_groups=len(names)))
+    found = jax.device_get(_statistics(log_probs, behaviour, divergence, mask, *_by_prompt(group)))
     return Mismatch(
         **({"kl": None} | {name: float(value) for name, value in found.items() if name != "nonfinite"}),
         nonfinite=int(found["nonfinite"]),
@@ -98,11 +94,17 @@ def mismatch(
     )
 
 
-@partial(jax.jit, static_argnames="num_groups")
-def _statistics(
-    log_probs: Any, behaviour: Any, divergence: Any, mask: Any, prompt: Any, *, num_groups: int
-) -> dict[str, Any]:
-    """The fields of a `Mismatch` that are taken over tokens [B, T]; `prompt` [B] is that of a row."""
+def _by_prompt(group: Int[np.ndarray, " B"]) -> tuple[Int[np.ndarray, "P N"], Bool[np.ndarray, "P N"]]:
+    """Which rows each prompt has, and which of these places hold one."""
+    _, prompt, count = np.unique(group, return_inverse=True, return_counts=True)
+    rows, there = np.zeros((len(count), count.max()), np.int32), np.arange(count.max()) < count[:, None]
+    rows[there] = np.argsort(prompt, kind="stable")
+    return rows, there
+
+
+@jax.jit
+def _statistics(log_probs: Any, behaviour: Any, divergence: Any, mask: Any, rows: Any, there: Any) -> dict[str, Any]:
+    """The fields of a `Mismatch` that are taken over tokens [B, T]; `rows` and `there` as `_by_prompt` gives them."""
     log_ratio = stats.log_ratio(log_probs, behaviour, mask)
     found = stats.ratio_metrics(log_ratio, mask)
     tags = {
@@ -119,5 +121,5 @@ def _statistics(
     wanted["sequence_ess"] = stats.sequence_moments(log_ratio, mask)
     if divergence is not None:
         wanted["kl"] = stats.token_mean(divergence, mask)
-    by_prompt = stats.RatioMoments.of(log_ratio, mask, jnp.broadcast_to(prompt[:, None], mask.shape), num_groups)
+    by_prompt = jax.vmap(stats.RatioMoments.of)(log_ratio[rows], mask[rows] & there[..., None])
     return metrics.values(wanted) | {"ess_error": stats.ess_standard_error(by_prompt)}

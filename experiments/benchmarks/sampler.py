@@ -5,29 +5,30 @@
 PYTHON is that of an environment with google-tunix==0.1.7 and jax==0.10.2, or with torch and transformers; from the
 repository root. Those that are compared take turns, and figures are medians over the rounds.
 
-Nine rounds (three after the first table) on two cores with nothing else on them, in 8 minutes:
+Nine rounds (three after the first table) on two cores with nothing else on them, in 7 minutes:
 
     16 rows of 64 + 64 tokens
-      p3o_jax                                 3788 tokens/s
-      Tunix 0.1.7                             2643 tokens/s   p3o_jax samples 1.45 times as many
-      Hugging Face generate, one thread       1680 tokens/s   p3o_jax samples 2.40 times as many
+      p3o_jax                                 4002 tokens/s
+      Tunix 0.1.7                             2682 tokens/s   p3o_jax samples 1.55 times as many
+      Hugging Face generate, one thread       1549 tokens/s   p3o_jax samples 2.56 times as many
     128 rows of log-normal length (mean 103, longest 474 tokens)
-      batches of 16                            686 tokens/s
-      16 slots, refilled                      1573 tokens/s
-      all 128 rows at once                     255 tokens/s
-      refilled / batches                      2.38
+      batches of 16                            764 tokens/s
+      16 slots, refilled                      1843 tokens/s
+      all 128 rows at once                     296 tokens/s
+      refilled / batches                      2.36
     prefill and decode, tokens/s
-        1 rows of   64 +   64: prefill    5034, decode   1086
-       16 rows of   64 +   64: prefill   10679, decode   4839
-       64 rows of   64 +   64: prefill   13206, decode   4760
-       16 rows of  512 +   64: prefill    6151, decode   1409
-       16 rows of   64 +  512: prefill   11226, decode   1691
+        1 rows of   64 +   64: prefill    5165, decode   1087
+       16 rows of   64 +   64: prefill   13456, decode   5441
+       64 rows of   64 +   64: prefill   15262, decode   5860
+       16 rows of  512 +   64: prefill    7010, decode   1723
+       16 rows of   64 +  512: prefill   11841, decode   1973
     bytes a decoded token moves, by the compiled program, against weights and cache read once
        16 rows,  128 slots:   1.95 MB, least   1.54 MB: 1.26
        16 rows,  256 slots:   2.62 MB, least   2.06 MB: 1.27
        64 rows,  128 slots:   1.16 MB, least   0.78 MB: 1.49
 
-An earlier run under a load of 12 to 24 had a third of the speed and ratios of 1.49, 2.42 and 2.77.
+Two hours before, with a pass more over the logits, the ratios were 1.45, 2.40 and 2.38; under a load of 12 to 24, at a
+third of the speed, 1.49, 2.42 and 2.77.
 
 Tunix and Hugging Face draw from the whole vocabulary at temperature 1 as we do; Tunix gives log-probs too, Hugging Face
 does not. What refilling saves is waiting: a batch takes as many steps as its longest row. All rows at once take the

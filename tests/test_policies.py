@@ -134,6 +134,16 @@ def test_what_is_not_there_is_named(run, tmp_path):
         load_policy(str(tmp_path), mesh)
 
 
+def test_the_sampler_as_its_document_shows_it(run):
+    """The block of docs/sampling.md, with shorter limits."""
+    document = (Path(__file__).parents[1] / "docs" / "sampling.md").read_text()
+    block = document.partition("```python\n")[2].partition("```")[0]
+    names = {"MODEL": str(run[0]), "TEXTS": [f"{i}210=" for i in range(8)]}
+    exec(block.replace("prompt_tokens=64, response_tokens=32", "prompt_tokens=20, response_tokens=8"), names)
+    assert len(names["texts"]) == 64
+    assert names["rollout"].support.indices.shape == (64, 28, 4)
+
+
 def test_a_probe_asks_for_past_policies_before_it_measures(run, tmp_path):
     directory, _ = run
     for age, message in ((1, "probe.json exists"), (3, "staleness 3 is older than the run, which is at step 2")):

@@ -226,6 +226,9 @@ FINE = Mismatch(
         ({"ess": 0.95, "chi2": 0.05}, "P3O caps weights at 0.950", "whole responses"),
         ({"ess": 0.7, "chi2": 0.4, "sequence_ess": 0.02}, "do not weigh whole responses", "mean ratio"),
         ({"ess": 0.4, "chi2": 1.5}, "too far", "clip"),
+        ({"ess": 0.83, "chi2": 0.2, "ess_error": 0.16}, "error of 0.2 it may be rounding or heavy: take more", "clip"),
+        ({"ess": 0.95, "chi2": 0.05, "ess_error": 0.01}, "marked", "may be"),
+        ({"ess_error": float("nan")}, "of one prompt there is no error", "may be"),
         # 0.02 off with a standard error of sqrt(0.05 / 10000) = 0.002
         ({"ess": 0.95, "chi2": 1.02**2 * 1.05 - 1, "ratio_mean": 1.02}, "mean ratio 1.020, not 1", "clip"),
         ({"nonfinite": 2, "ess": float("nan")}, "2 log-ratios are not finite", "rounding"),
@@ -314,6 +317,8 @@ def test_what_is_measured_is_kept(tmp_path, monkeypatch):
             ["random:quickstart", "--response-tokens", "5000"],
             "prompt 0 of the task has 11 tokens: .* context of 4096",
         ),
+        (["random:quickstart", "--prompts", "no/such"], "there is no file of prompts no/such"),
+        (["smollm2-135m"], "smollm2-135m has no task of its own; give --prompts FILE or --task EXPERIMENT"),
         (["random:nothing"], "no experiment 'nothing'"),
         (["random:quickstart:ppo"], "unknown variant 'ppo'"),
         (["no/such/run"], "no/such/run"),

@@ -39,7 +39,7 @@ class Arguments:
     """What to probe."""
 
     model: tyro.conf.Positional[str]
-    """A run directory (its newest checkpoint, or RUN@STEP), a directory in Hugging Face format, a .gguf file,
+    """A run directory (its newest checkpoint, RUN@STEP or RUN@best), a directory in Hugging Face format, a .gguf file,
     smollm2-135m, or random:EXPERIMENT[:VARIANT] for that experiment's model as it is initialised."""
     prompts: Path | None = None
     """A UTF-8 text file with a prompt a line; empty lines are passed over. Default: the evaluation prompts of the
@@ -86,6 +86,7 @@ def run(arguments: Sequence[str]) -> None:
     from p3o_jax import sharding
     from p3o_jax.cli import open_policy
     from p3o_jax.compilation_cache import enable_compilation_cache
+    from p3o_jax.policies import find_checkpoint
     from p3o_jax.precision import describe, parse
     from p3o_jax.probe import Prober, Report, Settings, report
     from p3o_jax.runs.directory import write_atomically
@@ -107,10 +108,19 @@ def run(arguments: Sequence[str]) -> None:
         raise ValueError(f"probe: num_prompts must be at least 1, got {asked.num_prompts}")
     if asked.prompts is not None and asked.task is not None:
         raise ValueError("probe: give --prompts or --task, not both")
+    newest = find_checkpoint(asked.model)
+    if ages[-1] > 0 and newest is None:
+        raise ValueError(
+            f"probe: staleness {ages[-1]} needs a run, whose checkpoints are its past; {asked.model} is none"
+        )
+    if asked.prompts is not None and not asked.prompts.exists():
+        raise FileNotFoundError(f"probe: there is no file of prompts {asked.prompts}")
+    if not (newest or asked.model.startswith("random:") or asked.prompts or asked.task):
+        raise ValueError(f"probe: {asked.model} has no task of its own; give --prompts FILE or --task EXPERIMENT")
     enable_compilation_cache()
     mesh = sharding.make_mesh(asked.mesh)
     policy = open_policy(asked.model, mesh, chat=asked.chat, system_prompt=asked.system_prompt)
-    policies = _policies(asked.model, ages, policy, mesh)
+    policies = _policies(newest, ages, policy, mesh)
     prompts, limit = _prompts(asked, policy)
     shards = sharding.num_batch_shards(mesh)
     if len(prompts) % shards or asked.prompts_per_batch % shards:
@@ -145,32 +155,37 @@ def run(arguments: Sequence[str]) -> None:
     print(f"\n{report.table(found)}\n")
     for line in report.explanation(found):
         print(line)
-    for cell in found.cells:
+    for cell in found.cells if asked.top_tokens else ():
         print(f"\n{report.name(cell)}: largest log-ratios")
         for line in report.offenders(cell):
             print(f"  {line}")
     print(f"\nWrote {out / 'probe.json'} and {out / 'probe.png'}")
 
 
-def _policies(model: str, ages: Sequence[int], policy: Policy, mesh: Mesh) -> dict[int, Callable[[], nnx.State]]:
+def _policies(
+    newest: Path | None, ages: Sequence[int], policy: Policy, mesh: Mesh
+) -> dict[int, Callable[[], nnx.State]]:
     """The parameters that are so many steps older than a policy's, each to be loaded when it is called."""
     from p3o_jax.policies import find_checkpoint, load_policy
 
     def load(name: str) -> nnx.State:
         return load_policy(name, mesh).params
 
-    newest = find_checkpoint(model)
     policies: dict[int, Callable[[], nnx.State]] = {}
     for age in ages:
-        if age == 0:
+        if age == 0 or newest is None:
             policies[age] = lambda: policy.params
-        elif newest is None:
-            raise ValueError(f"probe: staleness {age} needs a run, whose checkpoints are its past; {model} is none")
         elif age > policy.step:
             raise ValueError(f"probe: staleness {age} is older than the run, which is at step {policy.step}")
         else:
             older = f"{newest.parents[1]}@{policy.step - age}"
-            find_checkpoint(older)  # or there is none
+            try:
+                find_checkpoint(older)
+            except FileNotFoundError as error:
+                raise FileNotFoundError(
+                    f"probe: staleness {age}: {error} (a run keeps those it is told to by --save-every and "
+                    "--keep-checkpoints)"
+                ) from None
             policies[age] = partial(load, older)
     return policies
 
@@ -188,8 +203,6 @@ def _prompts(asked: Arguments, policy: Policy) -> tuple[list[tuple[int, list[int
         texts, limit = [(i, line.removesuffix("\r")) for i, line in enumerate(lines) if line.strip()], 128
         if not texts:
             raise ValueError(f"probe: there is no prompt in {asked.prompts}")
-    elif asked.task is None and policy.config is None:
-        raise ValueError(f"probe: {asked.model} has no task of its own; give --prompts FILE or --task EXPERIMENT")
     else:
         task = policy.config.task if asked.task is None else configuration(asked.task).task
         texts = [(prompt.index, prompt.text) for prompt in evaluation_prompts(task, asked.num_prompts)]

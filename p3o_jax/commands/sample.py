@@ -24,7 +24,7 @@ class Arguments:
     """What to complete, and how."""
 
     model: tyro.conf.Positional[str]
-    """A run directory (its newest checkpoint, or RUN@STEP), a directory in Hugging Face format, a .gguf file,
+    """A run directory (its newest checkpoint, RUN@STEP or RUN@best), a directory in Hugging Face format, a .gguf file,
     smollm2-135m, or random:EXPERIMENT[:VARIANT] for that experiment's model as it is initialised."""
     prompt: tyro.conf.Positional[str | None] = None
     """The prompt. Default: standard input."""
@@ -41,7 +41,7 @@ class Arguments:
     min_p: float = 0.0
     """Only tokens at least so many times as likely as the most likely one."""
     greedy: bool = False
-    """Take the most likely token instead of drawing; with none of the settings above."""
+    """Take the most likely token instead of drawing, with none of the settings above; its log-prob is then 0."""
     precision: str | None = None
     """WEIGHTS[@tensor | @BLOCK][+PART...][/ACTIVATIONS[/KV_CACHE]]; what is left out is bfloat16. Default: float32 on
     a CPU, else bfloat16."""
@@ -95,6 +95,11 @@ def run(arguments: Sequence[str]) -> None:
     ids = policy.tokenizer.encode(text or "")
     if not text or not ids:
         raise ValueError("sample: the prompt is empty: give it as an argument, or on standard input")
+    if len(ids) + asked.response_tokens > policy.model.context_tokens:
+        raise ValueError(
+            f"sample: the prompt has {len(ids)} tokens: with a response of {asked.response_tokens} more than the "
+            f"model's context of {policy.model.context_tokens}; give fewer --response-tokens, or a shorter prompt"
+        )
     limits = SamplingLimits(len(ids), asked.response_tokens, policy.tokenizer.eos_ids, asked.stop_ids)
     sampler = Sampler(policy.model, policy.tokenizer.vocab_size, limits, precision, mesh)
     weights = sampler.synchronise(policy.params, policy.step)

@@ -74,20 +74,25 @@ def meaning(found: Mismatch, floor: float = 1.0) -> str:
     if found.nonfinite:
         return f"{found.nonfinite} log-ratios are not finite: every update on such a batch is skipped; not usable"
     ess, lost = found.ess, 1.0 - found.ess
-    if ess >= min(NONE, 1.0 - 2.0 * (1.0 - floor)):
-        words = "rounding; as good as on-policy"
-    elif ess >= SLIGHT:
-        words = f"slight: {lost:.2%} of the batch is lost to uneven weights, and P3O's KL weighs {lost:.1g}"
-    elif ess >= MARKED:
-        words = (
-            f"marked: {lost:.1%} of the batch is lost, and P3O caps weights at {ess:.3f}; train on the sampler's own "
-            "log-probs, never on recomputed ones"
-        )
-    elif ess >= HEAVY:
-        words = f"heavy: {lost:.0%} of the batch is lost, and P3O's KL to the sampler weighs {lost:.2f}"
-    else:
-        words = f"too far: few tokens carry the batch (as many as {ess:.0%} of it); look for another setting"
+    level = _level(ess, floor)
+    words = {
+        "rounding": "rounding; as good as on-policy",
+        "slight": f"slight: {lost:.2%} of the batch is lost to uneven weights, and P3O's KL weighs {lost:.1g}",
+        "marked": f"marked: {lost:.1%} of the batch is lost, and P3O caps weights at {ess:.3f}; train on the sampler's "
+        "own log-probs, never on recomputed ones",
+        "heavy": f"heavy: {lost:.0%} of the batch is lost, and P3O's KL to the sampler weighs {lost:.2f}",
+        "too far": f"too far: few tokens carry the batch (as many as {ess:.0%} of it); look for another setting",
+    }[level]
     notes = []
+    if not math.isfinite(found.ess_error):
+        notes.append("of one prompt there is no error: take more")
+    else:
+        lower, upper = (_level(ess + side * found.ess_error, floor) for side in (-2.0, 2.0))
+        if lower != upper:
+            notes.append(
+                f"within twice its error of {found.ess_error:.1g} it may be {upper} or {lower}: take more prompts, or "
+                "go by the KL"
+            )
     if found.outside_fraction >= _CLIPPED:
         notes.append(f"a clip of 0.2 takes {found.outside_fraction:.0%} of the tokens for a policy that has moved")
     error = math.sqrt(max(found.chi2 + 1.0 - found.ratio_mean**2, 0.0) / max(found.num_tokens, 1))
@@ -104,6 +109,12 @@ def meaning(found: Mismatch, floor: float = 1.0) -> str:
 def name(cell: Cell) -> str:
     """A cell in a few words."""
     return f"{cell.precision}, T={cell.temperature:g}, lag {cell.staleness}"
+
+
+def _level(ess: float, floor: float) -> str:
+    """The word for an ESS."""
+    levels = {"rounding": min(NONE, 1.0 - 2.0 * (1.0 - floor)), "slight": SLIGHT, "marked": MARKED, "heavy": HEAVY}
+    return next((word for word, least in levels.items() if ess >= least), "too far")
 
 
 def explanation(report: Report) -> Iterator[str]:
@@ -128,11 +139,10 @@ def explanation(report: Report) -> Iterator[str]:
 def offenders(cell: Cell) -> Iterator[str]:
     """The tokens of a cell on which the two sides disagree most, with what stands before them."""
     for token in cell.top:
-        context = token.context[-48:].replace("\n", "\\n")
         yield (
             f"{token.log_prob - token.behaviour_log_prob:+8.4f}  learner {token.log_prob:9.4f}  sampler "
             f"{token.behaviour_log_prob:9.4f}  prompt {token.prompt_index}, token {token.position}: "
-            f"{context!r} -> {token.token!r}"
+            f"{token.context[-48:]!r} -> {token.token!r}"
         )
 
 

@@ -72,8 +72,8 @@ def open_model(name: str) -> StoredModel:
     if name == EMBEDDED:
         return open_gguf(_embedded())
     raise FileNotFoundError(
-        f"no model {name!r}: it is neither a directory, nor a .gguf file, nor {EMBEDDED}; one of the Hugging Face hub "
-        "is fetched with: hf download NAME --local-dir DIRECTORY"
+        f"no model {name!r}: it is neither a directory (of a model, or of a run: `p3o runs` lists them), nor a .gguf "
+        f"file, nor {EMBEDDED}; one of the Hugging Face hub is fetched with: hf download NAME --local-dir DIRECTORY"
     )
 
 

@@ -274,11 +274,11 @@ def test_mistakes_in_a_file_of_prompts_are_named_by_line(tmp_path, content, mess
 def test_a_line_is_a_prompt(tmp_path):
     """Whatever editor it was written with: a mark at the start, two bytes at the end, and separators that are none."""
     path = tmp_path / "prompts.txt"
-    path.write_bytes("\ufeff12=\r\n\r\n34=\r\n".encode())
+    path.write_bytes("\ufeff12=\r\n\r\n3\f4=\r\n".encode())
     policy = SimpleNamespace(tokenizer=CharTokenizer("0123456789=\f"), config=None, model=MODEL)
     asked = command.Arguments("m", prompts=path, response_tokens=8)
     prompts, limit = command._prompts(asked, policy)
-    assert [(i, policy.tokenizer.decode(ids)) for i, ids in prompts] == [(0, "12="), (2, "34=")]
+    assert [(i, policy.tokenizer.decode(ids)) for i, ids in prompts] == [(0, "12="), (2, "3\f4=")]
     assert limit == 8
 
 

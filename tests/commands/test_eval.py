@@ -54,6 +54,7 @@ def test_a_run_on_its_own_task(a_run, tmp_path, capsys):
         (["--task", "gsm8k"], r"give LAYOUT:FILE \(aime, amc, .*gsm8k"),
         (["--task", "json:loads"], "'json:loads' cannot be called without arguments"),
         (["--prompts", "0"], "must be at least 1"),
+        (["--seed", "-1"], "seed must be at least 0"),
     ],
 )
 def test_what_is_asked_is_checked_before_anything_is_loaded(tmp_path, flags, message):
@@ -66,3 +67,9 @@ def test_tasks_by_name():
     assert task_of("p3o_jax.tasks:SortDigits") == SortDigits()
     with pytest.raises(ValueError, match="it returns a dict, not a task"):
         task_of("builtins:dict")
+
+
+def test_results_are_not_written_over(tmp_path):
+    (tmp_path / "sort.json").touch()
+    with pytest.raises(FileExistsError, match="has results: give another --output"):
+        command.run([str(tmp_path / "nothing"), "--output", str(tmp_path)])

@@ -34,12 +34,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from p3o_jax.cli import run_experiment
+from p3o_jax.commands.experiment import run_experiment
 from p3o_jax.config import Config
+from p3o_jax.learner.optimizer import OptimizerConfig
+from p3o_jax.learner.warm_start import WarmStart
 from p3o_jax.objectives import P3O, Grpo
-from p3o_jax.optimizer import OptimizerConfig
 from p3o_jax.tasks import SortDigits
-from p3o_jax.warm_start import WarmStart
 
 
 def p3o() -> Config:

@@ -20,12 +20,12 @@ from typing import ClassVar
 
 import numpy as np
 
-from p3o_jax.cli import run_experiment
+from p3o_jax.commands.experiment import run_experiment
 from p3o_jax.config import Config
+from p3o_jax.devices.precision import Precision
+from p3o_jax.devices.sharding import MeshShape
 from p3o_jax.models.transformer import TransformerConfig
 from p3o_jax.objectives import P3O, Grpo
-from p3o_jax.precision import Precision
-from p3o_jax.sharding import MeshShape
 from p3o_jax.tasks.base import DrawnPrompts, Prompt, PromptSource, Split, Task
 
 QWEN3_4B = TransformerConfig(

@@ -35,14 +35,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from p3o_jax.cli import run_experiment
+from p3o_jax.commands.experiment import run_experiment
 from p3o_jax.config import Config
+from p3o_jax.devices.precision import Precision
+from p3o_jax.learner.optimizer import OptimizerConfig
 from p3o_jax.models.architecture import TransformerConfig
 from p3o_jax.models.lora import Lora
-from p3o_jax.models.pretrained import EMBEDDED, Pretrained
+from p3o_jax.models.stored.pretrained import EMBEDDED, Pretrained
 from p3o_jax.objectives import P3O
-from p3o_jax.optimizer import OptimizerConfig
-from p3o_jax.precision import Precision
 from p3o_jax.tasks import ReasoningGym
 
 

@@ -17,23 +17,23 @@ from cattrs.errors import ForbiddenExtraKeysError
 from cattrs.strategies import configure_union_passthrough
 from cattrs.v import format_exception
 
-from p3o_jax.advantages import Advantages, BatchWhitening, GroupZScore
-from p3o_jax.dynamic_sampling import ZeroVariance
-from p3o_jax.models.families import adapted, read_config
-from p3o_jax.models.pretrained import Pretrained
+from p3o_jax.batch.advantages import Advantages, BatchWhitening, GroupZScore
+from p3o_jax.devices.precision import Precision
+from p3o_jax.devices.sharding import MeshShape
+from p3o_jax.experience.filtering import ZeroVariance
+from p3o_jax.learner.optimizer import OptimizerConfig
+from p3o_jax.learner.warm_start import WarmStart
 from p3o_jax.models.rope import RopeScaling
-from p3o_jax.models.stored import StoredModel
+from p3o_jax.models.stored.contents import StoredModel
+from p3o_jax.models.stored.families import adapted, read_config
+from p3o_jax.models.stored.pretrained import Pretrained
 from p3o_jax.models.transformer import TransformerConfig
 from p3o_jax.objectives import P3O, Aggregation, Objective
-from p3o_jax.optimizer import OptimizerConfig
-from p3o_jax.precision import Precision
 from p3o_jax.rewards.base import Reward
 from p3o_jax.rewards.pool import Verifiers
 from p3o_jax.sampler import Sampling
 from p3o_jax.sampler.sampling import check_seed, is_temperature
-from p3o_jax.sharding import MeshShape
 from p3o_jax.tasks import SortDigits, Task
-from p3o_jax.warm_start import WarmStart
 
 
 @dataclass(frozen=True)
@@ -279,6 +279,8 @@ def validate(
 
 _OPEN_TYPES = (Task, Reward, Objective, Advantages, Aggregation, RopeScaling)
 _CLASS = "class"
+_MOVED = {"p3o_jax.advantages": "p3o_jax.batch.advantages"}
+"""Modules that earlier versions stored under another name."""
 
 
 def _make_converter() -> cattrs.Converter:
@@ -298,6 +300,7 @@ def _make_converter() -> cattrs.Converter:
     def structure(data: Any, _: Any) -> Any:
         fields = dict(data)
         module, _, name = fields.pop(_CLASS).partition(":")
+        module = _MOVED.get(module, module)
         cls = getattr(importlib.import_module(module), name)
         if not (isinstance(cls, type) and dataclasses.is_dataclass(cls)):
             raise TypeError(f"{module}:{name} is not a dataclass")

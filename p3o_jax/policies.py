@@ -13,18 +13,18 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
 
-from p3o_jax import sharding
 from p3o_jax.config import Config, load
+from p3o_jax.devices import sharding
 from p3o_jax.models.architecture import TransformerConfig
-from p3o_jax.models.families import adapted, read_config
-from p3o_jax.models.load import load_params
 from p3o_jax.models.lora import merged
-from p3o_jax.models.pretrained import Pretrained
-from p3o_jax.models.tokenizer import Tokenizer
+from p3o_jax.models.stored.families import adapted, read_config
+from p3o_jax.models.stored.load import load_params
+from p3o_jax.models.stored.pretrained import Pretrained
 from p3o_jax.models.transformer import Transformer, abstract_model, weight_specs
 from p3o_jax.runs import integrity
 from p3o_jax.runs.checkpoint import best_step, newest_step
 from p3o_jax.runs.directory import RunDirectory
+from p3o_jax.tokenizers.text import Tokenizer
 
 
 class Policy(NamedTuple):

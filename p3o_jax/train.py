@@ -9,15 +9,15 @@ from pathlib import Path
 import jax
 
 from p3o_jax.config import Config, to_json
-from p3o_jax.lifecycle import Lifecycle
-from p3o_jax.precision import describe
-from p3o_jax.processes import fail_together
-from p3o_jax.profiling import Profiler
-from p3o_jax.prompts import prompt_batches
-from p3o_jax.recorder import Recorder
+from p3o_jax.devices.precision import describe
+from p3o_jax.devices.processes import fail_together
+from p3o_jax.devices.profiling import Profiler
+from p3o_jax.experience.prompts import prompt_batches
 from p3o_jax.runs.checkpoint import newest_step
 from p3o_jax.runs.directory import MAY_DIFFER, RunDirectory
+from p3o_jax.runs.lifecycle import Lifecycle
 from p3o_jax.trainer import RunState, Trainer
+from p3o_jax.writers.recorder import Recorder
 
 
 def train(

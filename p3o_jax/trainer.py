@@ -13,28 +13,28 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from p3o_jax import sharding
+from p3o_jax.batch.types import Batch, Rollout
 from p3o_jax.config import Config, resolve, validate
-from p3o_jax.dynamic_sampling import Gathered, Gathering
-from p3o_jax.evaluate import evaluate
-from p3o_jax.evaluation_files import write_evaluation
-from p3o_jax.learner import Learner, TrainState
+from p3o_jax.devices import sharding
+from p3o_jax.devices.processes import fail_together, row_part
+from p3o_jax.devices.sharding import MeshShape
+from p3o_jax.evaluation.evaluate import evaluate
+from p3o_jax.evaluation.files import write_evaluation
+from p3o_jax.experience.batches import PolicyRing, local_prompts, make_batch, rollout_metrics
+from p3o_jax.experience.filtering import Gathered, Gathering
+from p3o_jax.experience.prompts import evaluation_sets
+from p3o_jax.experience.scoring import Scorer, agreed, score_metrics
+from p3o_jax.learner.learner import Learner, TrainState
+from p3o_jax.learner.updates import Updates
+from p3o_jax.learner.warm_start import demonstrations
 from p3o_jax.models import lora
-from p3o_jax.models.load import load_params
-from p3o_jax.models.tokenizer import Tokenizer
+from p3o_jax.models.stored.load import load_params
 from p3o_jax.objectives import Reinforce
-from p3o_jax.processes import fail_together, row_part
-from p3o_jax.prompts import evaluation_sets
-from p3o_jax.rollouts import PolicyRing, local_prompts, make_batch, rollout_metrics
 from p3o_jax.runs.checkpoint import Checkpoints
 from p3o_jax.runs.stopwatch import Stopwatch, speed
 from p3o_jax.sampler import Sampler, SamplingLimits
-from p3o_jax.scoring import Scorer, agreed, score_metrics
-from p3o_jax.sharding import MeshShape
 from p3o_jax.tasks.base import Prompt
-from p3o_jax.types import Batch, Rollout
-from p3o_jax.updates import Updates
-from p3o_jax.warm_start import demonstrations
+from p3o_jax.tokenizers.text import Tokenizer
 
 _UPDATES_BETWEEN_PAUSES = 20
 

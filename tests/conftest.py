@@ -7,7 +7,7 @@ import os
 import jax
 import pytest
 
-from p3o_jax.compilation_cache import enable_compilation_cache
+from p3o_jax.devices.cache import enable_compilation_cache
 
 # Before anything asks for a device. Tests compile far more than they compute, and XLA:CPU spends most of that on code
 # generation: a third of it is left without optimisation and without the emitters of fusions.

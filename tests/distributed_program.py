@@ -16,10 +16,10 @@ os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_opti
 import jax
 import numpy as np
 
-from p3o_jax import processes
-from p3o_jax.compilation_cache import enable_compilation_cache
-from p3o_jax.rollouts import local_prompts, make_batch
-from p3o_jax.sharding import MeshShape
+from p3o_jax.devices import processes
+from p3o_jax.devices.cache import enable_compilation_cache
+from p3o_jax.devices.sharding import MeshShape
+from p3o_jax.experience.batches import local_prompts, make_batch
 from p3o_jax.train import train
 from p3o_jax.trainer import Trainer
 from tests.small_run import SMALL, GradedSort

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import jax
 
-from p3o_jax.cli import run_experiment
+from p3o_jax.commands.experiment import run_experiment
 from p3o_jax.config import Config
-from p3o_jax.optimizer import OptimizerConfig
-from p3o_jax.updates import Updates
+from p3o_jax.learner.optimizer import OptimizerConfig
+from p3o_jax.learner.updates import Updates
 from tests.small_run import MODEL, GradedSort
 
 

@@ -11,13 +11,13 @@ from dataclasses import replace
 
 import jax
 
-from p3o_jax.cli import run_experiment
+from p3o_jax.commands.experiment import run_experiment
 from p3o_jax.config import Config
-from p3o_jax.lifecycle import Lifecycle
+from p3o_jax.learner.optimizer import OptimizerConfig
 from p3o_jax.models.lora import Lora
 from p3o_jax.objectives import P3OSnapshot
-from p3o_jax.optimizer import OptimizerConfig
 from p3o_jax.runs import checkpoint
+from p3o_jax.runs.lifecycle import Lifecycle
 from tests.small_run import MODEL, GradedSort
 
 # All that a checkpoint can hold: adapters, moments, past policies, and snapshots of what sampled.

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import numpy as np
 
+from p3o_jax.batch.metrics import Histogram
+from p3o_jax.batch.stats import LOG_RATIO_EDGES
 from p3o_jax.config import Config, hyperparameters, to_json
-from p3o_jax.metrics import Histogram
-from p3o_jax.stats import LOG_RATIO_EDGES
 from p3o_jax.writers import Writer
 
 ENVIRONMENT = [

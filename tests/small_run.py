@@ -9,9 +9,9 @@ from pathlib import Path
 import jax
 
 from p3o_jax.config import Config
+from p3o_jax.learner.optimizer import OptimizerConfig
 from p3o_jax.models.transformer import TransformerConfig
 from p3o_jax.objectives import P3O
-from p3o_jax.optimizer import OptimizerConfig
 from p3o_jax.tasks import SortDigits
 from p3o_jax.train import train
 from p3o_jax.writers import read_metrics

@@ -10,19 +10,19 @@ from types import SimpleNamespace
 import pytest
 import tyro
 
-from p3o_jax.advantages import LeaveOneOut
-from p3o_jax.cli import Run
+from p3o_jax.batch.advantages import LeaveOneOut
+from p3o_jax.commands.experiment import Run
 from p3o_jax.config import Config, from_json, load, to_json, validate
+from p3o_jax.devices.precision import Precision
+from p3o_jax.devices.sharding import MeshShape
+from p3o_jax.learner.optimizer import OptimizerConfig
+from p3o_jax.learner.warm_start import WarmStart
 from p3o_jax.models.transformer import TransformerConfig
 from p3o_jax.objectives import P3O, ConstantNormaliser, Grpo, Objective
-from p3o_jax.optimizer import OptimizerConfig
-from p3o_jax.precision import Precision
 from p3o_jax.rewards import ExactMatch, Function, NumericMatch, OverlongPenalty, Part, Tags, WeightedSum
 from p3o_jax.rewards.pool import Verifiers
 from p3o_jax.sampler import Sampling
-from p3o_jax.sharding import MeshShape
 from p3o_jax.tasks import Dataset, Mixture, ReasoningGym, Share
-from p3o_jax.warm_start import WarmStart
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,19 +12,19 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from p3o_jax import sharding
 from p3o_jax.commands import export, probe
 from p3o_jax.config import Config, from_json, load, resolve, to_json
+from p3o_jax.devices import sharding
+from p3o_jax.devices.sharding import MeshShape
+from p3o_jax.learner.optimizer import OptimizerConfig
+from p3o_jax.learner.warm_start import WarmStart
 from p3o_jax.models.lora import Lora
-from p3o_jax.models.pretrained import Pretrained
 from p3o_jax.models.rope import Llama3Rope
+from p3o_jax.models.stored.pretrained import Pretrained
 from p3o_jax.models.transformer import TransformerConfig, abstract_model
-from p3o_jax.optimizer import OptimizerConfig
 from p3o_jax.policies import Policy, load_policy
-from p3o_jax.sharding import MeshShape
 from p3o_jax.tasks import SortDigits
 from p3o_jax.train import train
-from p3o_jax.warm_start import WarmStart
 from tests.models.stored_models import copy_with_tokenizer
 
 pytest.importorskip("tokenizers", reason="needs the extra 'models'")

@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 
 from p3o_jax import config as config_lib
+from p3o_jax.devices.precision import Precision
+from p3o_jax.devices.sharding import MeshShape
+from p3o_jax.learner.optimizer import OptimizerConfig
+from p3o_jax.learner.warm_start import WarmStart
 from p3o_jax.models.transformer import TransformerConfig
-from p3o_jax.optimizer import OptimizerConfig
-from p3o_jax.precision import Precision
 from p3o_jax.rewards import Function, Reward
 from p3o_jax.rewards.pool import Verifiers
-from p3o_jax.sharding import MeshShape
 from p3o_jax.tasks import SortDigits
 from p3o_jax.trainer import Trainer
-from p3o_jax.warm_start import WarmStart
 from tests.small_run import SMALL, rollouts, run, without_times
 
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from p3o_jax import config as config_lib
+from p3o_jax.learner.warm_start import WarmStart
 from p3o_jax.models.lora import Lora
 from p3o_jax.train import train
-from p3o_jax.warm_start import WarmStart
 from p3o_jax.writers import read_metrics
 from tests.distributed_program import CONFIG
 

@@ -12,8 +12,8 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from p3o_jax import config as config_lib
-from p3o_jax.chips import CHIPS, Chip
-from p3o_jax.optimizer import OptimizerConfig
+from p3o_jax.devices.chips import CHIPS, Chip
+from p3o_jax.learner.optimizer import OptimizerConfig
 from tests.small_run import SMALL, Rambling, rollouts, run
 
 TAGS = {

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from p3o_jax.optimizer import OptimizerConfig
-from p3o_jax.precision import Precision
+from p3o_jax.devices.precision import Precision
+from p3o_jax.learner.optimizer import OptimizerConfig
 from tests.small_run import SMALL, Interrupted, rollouts, run, without_times
 
 

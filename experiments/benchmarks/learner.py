@@ -48,13 +48,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.benchmarks import shape
-from p3o_jax.learner import Learner
+from p3o_jax.batch.types import Batch, Inputs
+from p3o_jax.devices.sharding import make_mesh, to_global
+from p3o_jax.learner.learner import Learner
+from p3o_jax.learner.optimizer import OptimizerConfig
 from p3o_jax.models.architecture import Remat, TransformerConfig
 from p3o_jax.models.log_probs import token_log_probs
 from p3o_jax.objectives import P3O, Grpo, Objective
-from p3o_jax.optimizer import OptimizerConfig
-from p3o_jax.sharding import make_mesh, to_global
-from p3o_jax.types import Batch, Inputs
 
 MODEL = TransformerConfig(
     num_layers=shape.LAYERS,

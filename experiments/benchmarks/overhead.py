@@ -30,14 +30,14 @@ from typing import NamedTuple
 import tyro
 
 from experiments.quickstart import p3o
-from p3o_jax.compilation_cache import enable_compilation_cache
 from p3o_jax.config import Config, to_json
-from p3o_jax.lifecycle import Lifecycle
-from p3o_jax.prompts import prompt_batches
-from p3o_jax.recorder import Recorder
+from p3o_jax.devices.cache import enable_compilation_cache
+from p3o_jax.experience.prompts import prompt_batches
 from p3o_jax.runs.directory import RunDirectory
+from p3o_jax.runs.lifecycle import Lifecycle
 from p3o_jax.runs.stopwatch import Stopwatch
 from p3o_jax.trainer import RunState, Trainer
+from p3o_jax.writers.recorder import Recorder
 
 SEGMENT = 50  # with one checkpoint in its middle, so that what is done of it in the background falls on its own kind
 

@@ -51,13 +51,13 @@ from flax import nnx
 
 from experiments.benchmarks import shape
 from experiments.benchmarks.learner import MODEL, served_step
+from p3o_jax.devices.precision import Precision
+from p3o_jax.devices.sharding import make_mesh
 from p3o_jax.models.kv_cache import KVCache, num_bytes
 from p3o_jax.models.transformer import Transformer, abstract_model
-from p3o_jax.precision import Precision
 from p3o_jax.sampler import AS_THEY_ARE, Sampler, SamplingLimits
-from p3o_jax.sampler.loop import model_logits
+from p3o_jax.sampler.decode import model_logits
 from p3o_jax.sampler.sampling import RowSampling, draw, sampled_log_probs
-from p3o_jax.sharding import make_mesh
 
 WIDE = replace(MODEL, context_tokens=1 << 16)
 

@@ -1,4 +1,5 @@
-"""The verbs of `p3o`: one module a verb, whose first line says what it does and whose `run(arguments)` does it.
+"""Command lines: `p3o` (`main`) with one module a verb, and that of experiments (`experiment`).
 
-Modules import what is heavy inside `run`, so that `p3o --help` is quick.
+The first line of a verb's module says what it does, and its `run(arguments)` does it. Modules import what is heavy
+inside `run`, so that `p3o --help` is quick.
 """

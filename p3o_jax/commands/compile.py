@@ -18,8 +18,8 @@ def run(arguments: Sequence[str]) -> None:
     """
     import jax
 
-    from p3o_jax import compile as compile_lib
-    from p3o_jax.cli import parse
+    from p3o_jax.commands.experiment import parse
+    from p3o_jax.forecast import programs as compile_lib
 
     options = argparse.ArgumentParser(prog="p3o compile", usage=USAGE)
     options.add_argument("experiment", help="a module of experiments/, such as quickstart or shapes")

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import tyro
 
-from p3o_jax.sharding import MeshShape
+from p3o_jax.devices.sharding import MeshShape
 
 
 @dataclass(frozen=True)
@@ -63,17 +63,17 @@ def run(arguments: Sequence[str]) -> None:
 
     import jax
 
-    from p3o_jax import sharding
-    from p3o_jax.compilation_cache import enable_compilation_cache
-    from p3o_jax.evaluate import evaluate
-    from p3o_jax.evaluation_files import write_evaluation
+    from p3o_jax.devices import sharding
+    from p3o_jax.devices.cache import enable_compilation_cache
+    from p3o_jax.devices.precision import parse
+    from p3o_jax.evaluation.evaluate import evaluate
+    from p3o_jax.evaluation.files import write_evaluation
+    from p3o_jax.experience.prompts import evaluation_set, longest
+    from p3o_jax.experience.scoring import Scorer
     from p3o_jax.policies import load_policy
-    from p3o_jax.precision import parse
-    from p3o_jax.prompts import evaluation_set, longest
     from p3o_jax.rewards.pool import Verifiers
     from p3o_jax.sampler import Sampler, Sampling, SamplingLimits
     from p3o_jax.sampler.sampling import check_seed
-    from p3o_jax.scoring import Scorer
     from p3o_jax.tasks.specification import task_of
 
     if asked.samples < 0 or (asked.samples == 0 and not asked.greedy):

@@ -24,8 +24,8 @@ class Export:
 
 def run(arguments: Sequence[str]) -> None:
     """Loads the policy, and writes it."""
-    from p3o_jax import sharding
-    from p3o_jax.models.export import export_model
+    from p3o_jax.devices import sharding
+    from p3o_jax.models.stored.export import export_model
     from p3o_jax.policies import load_policy
 
     options = tyro.cli(Export, prog="p3o export", description=__doc__, args=arguments)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 
 import tyro
 
-from p3o_jax.sharding import MeshShape
+from p3o_jax.devices.sharding import MeshShape
 
 if TYPE_CHECKING:
     from flax import nnx
@@ -83,11 +83,11 @@ def run(arguments: Sequence[str]) -> None:
     """Prints a table with what it means, and writes it as JSON and as a heat map."""
     asked = tyro.cli(Arguments, args=list(arguments), prog="p3o probe", description=__doc__)
 
-    from p3o_jax import sharding
-    from p3o_jax.cli import open_policy
-    from p3o_jax.compilation_cache import enable_compilation_cache
+    from p3o_jax.commands.experiment import open_policy
+    from p3o_jax.devices import sharding
+    from p3o_jax.devices.cache import enable_compilation_cache
+    from p3o_jax.devices.precision import describe, parse
     from p3o_jax.policies import find_checkpoint
-    from p3o_jax.precision import describe, parse
     from p3o_jax.probe import Prober, Report, Settings, report
     from p3o_jax.runs.directory import write_atomically
     from p3o_jax.sampler import SamplingLimits
@@ -192,8 +192,8 @@ def _policies(
 
 def _prompts(asked: Arguments, policy: Policy) -> tuple[list[tuple[int, list[int]]], int]:
     """Prompts, each with its index (in a file, its line from 0), and the longest response."""
-    from p3o_jax.cli import configuration
-    from p3o_jax.prompts import evaluation_prompts
+    from p3o_jax.commands.experiment import configuration
+    from p3o_jax.experience.prompts import evaluation_prompts
 
     if asked.prompts is not None:
         try:

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import tyro
 
-from p3o_jax.sharding import MeshShape
+from p3o_jax.devices.sharding import MeshShape
 
 if TYPE_CHECKING:
-    from p3o_jax.models.tokenizer import Tokenizer
+    from p3o_jax.tokenizers.text import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -65,14 +65,14 @@ def run(arguments: Sequence[str]) -> None:
 
     import jax
 
-    from p3o_jax import sharding
-    from p3o_jax.cli import open_policy
-    from p3o_jax.compilation_cache import enable_compilation_cache
-    from p3o_jax.precision import parse
-    from p3o_jax.rollouts import check_log_probs, response_mask
+    from p3o_jax.batch.types import FinishReason, responses
+    from p3o_jax.commands.experiment import open_policy
+    from p3o_jax.devices import sharding
+    from p3o_jax.devices.cache import enable_compilation_cache
+    from p3o_jax.devices.precision import parse
+    from p3o_jax.experience.batches import check_log_probs, response_mask
     from p3o_jax.sampler import Sampler, Sampling, SamplingLimits
     from p3o_jax.sampler.sampling import check_seed
-    from p3o_jax.types import FinishReason, responses
 
     if asked.samples < 1 or asked.response_tokens < 1:
         raise ValueError(
@@ -158,7 +158,7 @@ class Typed:
     """Writes the text of row 0 as its tokens are drawn, each piece valid by itself."""
 
     def __init__(self, tokenizer: Tokenizer, silent: set[int], write: Callable[[str], object]):
-        from p3o_jax.models.tokenizer import TextStream
+        from p3o_jax.tokenizers.text import TextStream
 
         self._stream, self._silent, self._write = TextStream(tokenizer), silent, write
         self._waiting: dict[int, int] = {}

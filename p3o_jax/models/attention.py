@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from p3o_jax import sharding
+from p3o_jax.devices import sharding
 from p3o_jax.models.splash import splash_attention
 
 LONG = 1024

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from p3o_jax.devices.precision import DTYPES, has_scales
 from p3o_jax.models.quantised import quantise
-from p3o_jax.precision import DTYPES, has_scales
 
 
 class KVCache(NamedTuple):

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from p3o_jax import sharding
+from p3o_jax.devices import sharding
 
 
 class TokenDistributions(NamedTuple):

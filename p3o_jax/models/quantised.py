@@ -23,9 +23,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from p3o_jax import sharding
+from p3o_jax.devices import sharding
+from p3o_jax.devices.precision import DTYPES, Precision, has_scales
 from p3o_jax.models.lora import Target, num_inputs
-from p3o_jax.precision import DTYPES, Precision, has_scales
 
 
 def largest(dtype: DTypeLike) -> float:

@@ -21,7 +21,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ma
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
-from p3o_jax import sharding
+from p3o_jax.devices import sharding
 
 LANES = 128  # of a TPU's vector unit: what the kernel's head size must be a multiple of
 

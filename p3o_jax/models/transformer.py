@@ -1,7 +1,7 @@
 """A decoder-only transformer: RMSNorm, RoPE, grouped-query attention, gated MLP.
 
 Llama, Qwen and Gemma are configurations of it (`p3o_jax.models.architecture`). Each weight is declared once with
-its shape and logical axes (`p3o_jax.sharding` maps those to the mesh). The layers'
+its shape and logical axes (`p3o_jax.devices.sharding` maps those to the mesh). The layers'
 weights are stacked along a leading axis and the layers are a `scan`.
 
 Letters: B rows, T tokens, S cache slots, L layers, D embedding, N query heads, K key
@@ -21,7 +21,8 @@ from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
-from p3o_jax import sharding
+from p3o_jax.devices import sharding
+from p3o_jax.devices.precision import Format
 from p3o_jax.models import lora as lora_lib
 from p3o_jax.models import quantised
 from p3o_jax.models.architecture import TransformerConfig
@@ -29,7 +30,6 @@ from p3o_jax.models.attention import AttentionForm, cached_attention, causal_att
 from p3o_jax.models.kv_cache import KVCache, slot_buckets
 from p3o_jax.models.log_probs import softcapped
 from p3o_jax.models.rope import rope_frequencies, rotate
-from p3o_jax.precision import Format
 
 # What `jax.checkpoint` keeps of a layer. Attention's products have a batch axis, and are recomputed; so are the weights
 # gathered over `fsdp`, unless nothing is.

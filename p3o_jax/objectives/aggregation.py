@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from p3o_jax import stats
-from p3o_jax.types import Batch
+from p3o_jax.batch import stats
+from p3o_jax.batch.types import Batch
 
 
 @dataclass(frozen=True)

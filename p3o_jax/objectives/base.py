@@ -2,7 +2,7 @@
 
 An objective knows no model, mesh or optimizer. `statistics` are what it must know of
 the whole optimizer batch before any token's loss can be written down (P3O: the ESS);
-they are metrics in the sense of `p3o_jax.metrics`, so they merge over micro-batches
+they are metrics in the sense of `p3o_jax.batch.metrics`, so they merge over micro-batches
 and devices and the loss does not depend on how the batch is split. `loss` then gives
 one value a token, and `aggregation` its weight and the global denominator:
 
@@ -20,13 +20,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from p3o_jax import stats
-from p3o_jax.metrics import LossTerm
+from p3o_jax.batch import stats
+from p3o_jax.batch.metrics import LossTerm
+from p3o_jax.batch.types import Batch, Policy
 from p3o_jax.objectives import kl
 from p3o_jax.objectives.aggregation import Aggregation, TokenMean
-from p3o_jax.types import Batch, Policy
 
-Metrics = dict[str, Any]  # tag ("policy/ess") -> p3o_jax.metrics.Metric
+Metrics = dict[str, Any]  # tag ("policy/ess") -> p3o_jax.batch.metrics.Metric
 
 
 @dataclass(frozen=True, kw_only=True)

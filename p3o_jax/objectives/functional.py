@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from p3o_jax import metrics as metric_types
+from p3o_jax.batch import metrics as metric_types
+from p3o_jax.batch.types import Batch, Policy, Support
 from p3o_jax.objectives.base import Objective
-from p3o_jax.types import Batch, Policy, Support
 
 
 def objective_loss(

@@ -14,11 +14,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from p3o_jax import stats
+from p3o_jax.batch import stats
+from p3o_jax.batch.types import Batch, Policy
 from p3o_jax.objectives.aggregation import Aggregation, ConstantNormaliser
 from p3o_jax.objectives.base import Metrics, check_field
 from p3o_jax.objectives.ratio import RatioObjective
-from p3o_jax.types import Batch, Policy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +53,7 @@ class Grpo(Ppo):
 
     With `clip_high` over `clip_low` and the token mean it is DAPO (arXiv:2503.14476, Eq. 8:
     0.2 and 0.28). The GRPO paper takes `SequenceMean()`; the default is the token mean,
-    as for all objectives here. Advantages: `p3o_jax.advantages.GroupZScore`.
+    as for all objectives here. Advantages: `p3o_jax.batch.advantages.GroupZScore`.
     """
 
 
@@ -62,7 +62,7 @@ class DrGrpo(Grpo):
     """GRPO without its two biases     (arXiv:2503.20783, Section 3)
 
     Token sums over a constant, instead of over each response's own length; and advantages
-    r - mean, without the group's standard deviation: `p3o_jax.advantages.MeanOnly`, which
+    r - mean, without the group's standard deviation: `p3o_jax.batch.advantages.MeanOnly`, which
     has to be chosen beside it.
     """
 

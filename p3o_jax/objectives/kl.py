@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from p3o_jax.stats import bounded_exp, bounded_expm1
+from p3o_jax.batch.stats import bounded_exp, bounded_expm1
 
 EXPONENT_LIMIT = 10.0  # of the authors' k3
 PARITY_FORMS = ("reference", "k3")

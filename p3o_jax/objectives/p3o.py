@@ -13,10 +13,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from p3o_jax import stats
+from p3o_jax.batch import stats
+from p3o_jax.batch.types import Batch, Policy
 from p3o_jax.objectives import kl
 from p3o_jax.objectives.base import Metrics, Objective, check_choice
-from p3o_jax.types import Batch, Policy
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,10 +15,10 @@ from typing import Literal
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from p3o_jax.batch.types import Batch, Policy
 from p3o_jax.objectives import kl
 from p3o_jax.objectives.base import check_choice
 from p3o_jax.objectives.p3o import P3O, support_kl
-from p3o_jax.types import Batch, Policy
 
 
 @dataclass(frozen=True, kw_only=True)

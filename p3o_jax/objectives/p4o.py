@@ -17,12 +17,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from p3o_jax import stats
-from p3o_jax.metrics import Mean, Min
+from p3o_jax.batch import stats
+from p3o_jax.batch.metrics import Mean, Min
+from p3o_jax.batch.types import Batch, Policy
 from p3o_jax.objectives import kl
 from p3o_jax.objectives.base import Metrics
 from p3o_jax.objectives.p3o import P3O, capped_score, support_kl
-from p3o_jax.types import Batch, Policy
 
 # 1 - e in float32 is known to about 1e-7; below this, the proportion of the anchors is
 # rounding, and the weight of the term is too.

@@ -7,8 +7,8 @@ from typing import Literal
 
 from jaxtyping import Array, Float
 
+from p3o_jax.batch.types import Batch, Policy
 from p3o_jax.objectives.base import Objective, check_choice
-from p3o_jax.types import Batch, Policy
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,9 +7,9 @@ from typing import Any
 
 from jaxtyping import Array, Float
 
+from p3o_jax.batch.types import Batch, Policy
 from p3o_jax.objectives.aggregation import Aggregation, ConstantNormaliser
 from p3o_jax.objectives.base import Metrics, Objective
-from p3o_jax.types import Batch, Policy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +28,7 @@ class Rloo(Reinforce):
     """L = mean_i[ -A_i sum_t log pi(y_it) ],  A_i = r_i - mean of the others' r     (arXiv:2402.14740)
 
     A whole response is one action, hence the sum over its tokens. The leave-one-out
-    baseline is `p3o_jax.advantages.LeaveOneOut`, which has to be chosen beside it.
+    baseline is `p3o_jax.batch.advantages.LeaveOneOut`, which has to be chosen beside it.
     """
 
     aggregation: Aggregation = ConstantNormaliser(tokens=1)

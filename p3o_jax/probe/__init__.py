@@ -5,7 +5,8 @@ one that training uses, gives the log-probs of the same tokens:
 
     log_ratio_t = log pi(y_t) - log mu(y_t)      pi the learner, mu the sampler of the cell
 
-and from these the ESS and what else `p3o_jax.stats` says of a batch of rollouts. Besides the cells, the noise floor:
+and from these the ESS and what else `p3o_jax.batch.stats` says of a batch of rollouts. Besides the cells, the noise
+floor:
 the learner against itself on the same tokens in another batch shape, and the sampler at the learner's own precision.
 """
 

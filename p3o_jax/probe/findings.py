@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from p3o_jax import metrics, stats
+from p3o_jax.batch import metrics, stats
 
 
 @dataclass(frozen=True)

@@ -11,18 +11,18 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from p3o_jax import sharding
-from p3o_jax.learner import Learner
-from p3o_jax.models.tokenizer import Tokenizer
+from p3o_jax.batch.types import Batch, Rollout
+from p3o_jax.devices import sharding
+from p3o_jax.devices.precision import Precision
+from p3o_jax.experience.batches import make_batch
+from p3o_jax.learner.learner import Learner
+from p3o_jax.learner.optimizer import OptimizerConfig
 from p3o_jax.models.transformer import TransformerConfig
 from p3o_jax.objectives import P3OSnapshot, kl
-from p3o_jax.optimizer import OptimizerConfig
-from p3o_jax.precision import Precision
 from p3o_jax.probe.findings import Cell, Mismatch, Report, Token, mismatch
-from p3o_jax.rollouts import make_batch
 from p3o_jax.sampler import Sampler, Sampling, SamplingLimits, Weights
 from p3o_jax.sampler.sampling import check_seed, is_temperature
-from p3o_jax.types import Batch, Rollout
+from p3o_jax.tokenizers.text import Tokenizer
 
 EXACT_VOCABULARY = 8192
 """Up to this size of the vocabulary whole distributions are compared; beyond, their top `SUPPORT_TOKENS`."""

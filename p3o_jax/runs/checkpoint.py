@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import jax
 import orbax.checkpoint as ocp
 
-from p3o_jax.processes import agreed, fail_together
+from p3o_jax.devices.processes import agreed, fail_together
 from p3o_jax.runs import integrity
 
 _OVERHEAD_BYTES = 2**18

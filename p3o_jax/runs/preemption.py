@@ -10,7 +10,7 @@ from types import TracebackType
 import jax
 from jax.experimental import multihost_utils
 
-from p3o_jax.processes import agreed_any
+from p3o_jax.devices.processes import agreed_any
 
 
 class Preempted(Exception):

@@ -8,10 +8,10 @@ from collections.abc import Mapping
 import jax
 import numpy as np
 
-from p3o_jax.chips import CHIPS
+from p3o_jax.batch.types import Rollout
+from p3o_jax.devices.chips import CHIPS
 from p3o_jax.models.flops import forward_flops
 from p3o_jax.models.transformer import TransformerConfig
-from p3o_jax.types import Rollout
 
 
 class Stopwatch:

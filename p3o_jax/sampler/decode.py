@@ -1,220 +1,289 @@
-"""The sampler: its own copy of the weights, and prompts in, rollouts out.
+"""The decoding loop on one device: prefill, then a `while_loop` that draws until every row has ended.
 
-The prompts of a group share one prefill. A row's random numbers are keyed by (seed,
-purpose, prompt, sample, position), so its tokens do not depend on the batch it is in,
-its place there, or the mesh. One program is compiled for each length that prompts are
-padded to (`prompt_buckets`) and each kind of truncation, whatever the prompts and their
-settings.
+Rows are decoded in slots. With as many slots as rows each row has its own. With fewer, a
+slot whose row has ended takes the next one that waits: its prompt's keys and values, made
+once for all rows of the prompt, are copied into the slot, and its first token is drawn
+together with the next tokens of the others. No slot is idle while a row waits, everything
+stays in one program, and the host hears of nothing until the end.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from flax import nnx
-from jax.sharding import Mesh, PartitionSpec
-from jaxtyping import Array
+from jaxtyping import Array, Float, Int
 
-from p3o_jax import sharding
-from p3o_jax.models.transformer import TransformerConfig
-from p3o_jax.precision import Precision
-from p3o_jax.sampler import loop
-from p3o_jax.sampler.loop import OnDraw, Options, Requests
-from p3o_jax.sampler.sampling import AS_THEY_ARE, NOTHING_CUT, RowSampling, Sampling, Truncation
-from p3o_jax.sampler.weights import WeightFormat, Weights
-from p3o_jax.types import Rollout
+from p3o_jax.batch.types import FinishReason, Rollout, Support
+from p3o_jax.devices import sharding
+from p3o_jax.models.kv_cache import KVCache
+from p3o_jax.models.transformer import Transformer
+from p3o_jax.sampler.distributions import distribution, empty_support
+from p3o_jax.sampler.sampling import RowSampling, Truncation, draw, sampled_log_probs
+
+OnDraw = Callable[[np.ndarray, np.ndarray, np.ndarray, np.ndarray], None]
+"""Is given, for each slot: which row it decodes (none: the number of rows), the place of the token in the response,
+the token, and its log-prob. Called by every device that has the slot, possibly out of order."""
 
 
-@dataclass(frozen=True)
-class SamplingLimits:
-    """The lengths the sampler is compiled for, and where responses end."""
+class Requests(NamedTuple):
+    """What is asked of the sampler: N prompts, right-padded to the same length, and how to answer them."""
 
-    prompt_tokens: int
-    """Longest prompt."""
-    response_tokens: int
-    """Longest response, the stop token included."""
+    tokens: Int[Array, "N P"]
+    length: Int[Array, " N"]
+    prompt_index: Int[Array, " N"]  # rows are keyed by it and grouped by it
+    response_limit: Int[Array, " N"]  # tokens
+    sampling: RowSampling  # [N]
+
+
+class Options(NamedTuple):
+    """What the loop is compiled for, besides shapes."""
+
+    num_samples: int  # rows of each prompt
+    greedy: bool
+    truncation: Truncation
+    support: int | str | None  # what is kept of every distribution
+    on_draw: OnDraw | None = None  # told of every token as it is drawn, on the host
+
+
+class Limits(NamedTuple):
+    """What the loop is compiled for, whatever it is asked."""
+
     eos_ids: tuple[int, ...]
-    """The model's end-of-sequence tokens: finish reason `eos`."""
-    stop_ids: tuple[int, ...] = ()
-    """Other tokens that end a response: finish reason `stop`."""
-    slots: int | None = None
-    """Rows decoded at a time, over all devices; a slot whose row has ended takes the next row. None: all rows."""
+    stop_ids: tuple[int, ...]
+    response_tokens: int
+    total_tokens: int  # columns of a rollout
+    slots: int | None  # on this device; None: as many as rows
+    cache_format: str
 
 
-SHORTEST_BUCKET = 16
+class _Rows(NamedTuple):
+    """What has been drawn for each of the R rows; becomes the rollout."""
+
+    tokens: Int[Array, "R S"]
+    log_probs: Float[Array, "R S"]
+    response_length: Int[Array, " R"]
+    finish_reason: Int[Array, " R"]
+    support: Support | None
 
 
-def prompt_buckets(limit: int) -> list[int]:
-    """The lengths that prompts are padded to: `limit`, and the powers of 2 from 16 below it."""
-    buckets = [SHORTEST_BUCKET << i for i in range(limit.bit_length())]
-    return [*(bucket for bucket in buckets if bucket < limit), limit]
+class _Loop(NamedTuple):
+    """The state of the loop: B slots, and all rows."""
+
+    row: Int[Array, " B"]  # which row a slot decodes; R: none
+    drawn: Int[Array, " B"]  # how many tokens of it
+    token: Int[Array, " B"]  # the last of them
+    logits: Float[Array, "B V"]
+    cache: KVCache | list[KVCache]
+    next_row: Int[Array, ""]  # the first that still waits
+    rows: _Rows
 
 
-class Sampler:
-    """Samples responses from weights that `synchronise` prepared."""
+def sample(
+    model: Transformer, requests: Requests, key: Array, policy_version: Int[Array, ""], options: Options, limits: Limits
+) -> Rollout:
+    """Responses of one device's rows, ordered by prompt, then sample.
 
-    def __init__(
-        self,
-        config: TransformerConfig,
-        vocab_size: int,
-        limits: SamplingLimits,
-        precision: Precision,
-        mesh: Mesh,
-        learner_mesh: Mesh | None = None,
-    ):
-        """
-        Raises:
-            ValueError: the limits do not fit the model.
-        """
-        total = limits.prompt_tokens + limits.response_tokens
-        if limits.prompt_tokens < 1 or limits.response_tokens < 1:
-            raise ValueError(f"sampler: limits on tokens must be positive, got {limits}")
-        if total > config.context_tokens:
-            raise ValueError(
-                f"sampler: prompts of {limits.prompt_tokens} and responses of {limits.response_tokens} tokens exceed "
-                f"model.context_tokens={config.context_tokens}"
-            )
-        shards = sharding.num_batch_shards(mesh)
-        if limits.slots is not None and (limits.slots < 1 or limits.slots % shards):
-            raise ValueError(f"sampler: slots={limits.slots} must be a positive multiple of the {shards} row shards")
-        outside = [i for i in (*limits.eos_ids, *limits.stop_ids) if not 0 <= i < vocab_size]
-        if outside:
-            raise ValueError(f"sampler: stop ids {outside} are outside the vocabulary of {vocab_size} tokens")
-        self.limits, self.precision, self.mesh = limits, precision, mesh
-        self._vocab_size = vocab_size
-        self._format = WeightFormat(config, vocab_size, precision, mesh, learner_mesh)
-        self._loop_limits = loop.Limits(
-            limits.eos_ids,
-            limits.stop_ids,
-            limits.response_tokens,
-            total,
-            None if limits.slots is None else limits.slots // shards,
-            precision.kv_cache,
+    Args:
+        model: the policy.
+        requests: this device's prompts.
+        key: of the seed and the purpose; a row's random numbers are keyed by it, prompt, sample and position.
+        policy_version: recorded with the rows.
+        options: what is asked.
+        limits: lengths and stop tokens.
+    """
+    num_prompts = len(requests.tokens)
+    prompt_of = np.repeat(np.arange(num_prompts, dtype=np.int32), options.num_samples)
+    sample_of = np.tile(np.arange(options.num_samples, dtype=np.int32), num_prompts)
+    num_rows = len(prompt_of)
+    slots = num_rows if limits.slots is None else min(limits.slots, num_rows)
+    length, limit, index = (
+        array[prompt_of] for array in (requests.length, requests.response_limit, requests.prompt_index)
+    )
+    settings = jax.tree.map(lambda array: array[prompt_of], requests.sampling)
+    row_keys = jax.vmap(lambda prompt, sample: jax.random.fold_in(jax.random.fold_in(key, prompt), sample))(
+        index, jnp.asarray(sample_of)
+    )
+    like_rows = partial(sharding.match_variance, like=length)
+
+    prompt_logits, prompt_cache = _prefill(model, requests, slots, limits.cache_format)
+    in_slot = prompt_of[:slots]
+    slot_cache = jax.tree.map(lambda array: array[:, in_slot], prompt_cache).with_room(limits.response_tokens)
+    layers: list | None = None
+    caches: tuple[Any, Any] = (slot_cache, prompt_cache)
+    if sharding.platform() == "cpu":
+        # There XLA copies a layer's part of stacked arrays before it multiplies with them, at every token.
+        layers, caches = model.unstacked_layers(), (slot_cache.unstacked(), prompt_cache.unstacked())
+    state = _Loop(
+        row=like_rows(jnp.arange(slots, dtype=jnp.int32)),
+        drawn=jnp.zeros_like(length[:slots]),
+        token=jnp.zeros_like(length[:slots]),
+        logits=prompt_logits[in_slot],
+        cache=caches[0],
+        next_row=like_rows(jnp.int32(slots)),
+        rows=_empty_rows(requests, prompt_of, options, limits, model.vocab_size),
+    )
+
+    @jax.named_scope("decode")
+    def step(state: _Loop) -> _Loop:
+        """Feeds the tokens drawn last, fills slots that are free, and draws the next tokens."""
+        row = jnp.minimum(state.row, num_rows - 1)
+        position = jnp.where(state.row < num_rows, length[row] + state.drawn - 1, 0)
+        hidden, cache = model.decode(state.token, position, state.cache, layers)
+        state = state._replace(logits=model_logits(model, hidden), cache=cache)
+        if slots < num_rows:
+            state = _refill(state, jnp.asarray(prompt_of), prompt_logits, caches[1])
+        return draw_next(state)
+
+    draw_next = partial(
+        _draw, length=length, limit=limit, settings=settings, row_keys=row_keys, options=options, limits=limits
+    )
+    state = jax.lax.while_loop(
+        lambda state: (state.row < num_rows).any() | (state.next_row < num_rows), step, draw_next(state)
+    )
+    return Rollout(
+        tokens=state.rows.tokens,
+        prompt_length=length,
+        response_length=state.rows.response_length,
+        behaviour_log_probs=state.rows.log_probs,
+        temperature=settings.temperature,
+        policy_version=like_rows(jnp.full((num_rows,), policy_version)),
+        source=jnp.zeros_like(length),
+        finish_reason=state.rows.finish_reason,
+        group=index,
+        support=state.rows.support,
+    )
+
+
+@jax.named_scope("prefill")
+def _prefill(
+    model: Transformer, requests: Requests, slots: int, cache_format: str
+) -> tuple[Float[Array, "N V"], KVCache]:
+    """Every prompt through the model, `slots` at a time: the logits after it, and its keys and values [L N K P H]."""
+
+    def forward(tokens: Int[Array, "N P"], length: Int[Array, " N"]) -> tuple[Array, KVCache]:
+        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
+        hidden, cache = model.hidden(tokens, positions)
+        last = jnp.take_along_axis(hidden, (length - 1)[:, None, None], axis=1)[:, 0]
+        return model_logits(model, last), cache.stored_as(cache_format)
+
+    num_prompts = len(requests.tokens)
+    num_parts = -(-num_prompts // slots)
+    if num_parts == 1:
+        return forward(requests.tokens, requests.length)
+    size = -(-num_prompts // num_parts)
+    last = np.minimum(np.arange(num_parts * size), num_prompts - 1).reshape(num_parts, size)  # which fills the parts up
+    logits, cache = jax.lax.map(lambda part: forward(*part), (requests.tokens[last], requests.length[last]))
+
+    def whole(array: Float[Array, "parts L n ..."]) -> Float[Array, "L N ..."]:
+        array = jnp.moveaxis(array, 0, 1)
+        return array.reshape(array.shape[0], -1, *array.shape[3:])[:, :num_prompts]
+
+    return logits.reshape(-1, logits.shape[-1])[:num_prompts], jax.tree.map(whole, cache)
+
+
+def _empty_rows(requests: Requests, prompt_of: np.ndarray, options: Options, limits: Limits, vocab_size: int) -> _Rows:
+    """The prompts, with room for the responses."""
+    like_rows = partial(sharding.match_variance, like=requests.length)
+    room = ((0, 0), (0, limits.total_tokens - requests.tokens.shape[1]))
+    tokens = jnp.pad(requests.tokens, room)[prompt_of]
+    length = requests.length[prompt_of]
+    return _Rows(
+        tokens=tokens,
+        log_probs=like_rows(jnp.zeros(tokens.shape, jnp.float32)),
+        response_length=jnp.zeros_like(length),
+        finish_reason=jnp.full_like(length, FinishReason.LENGTH),
+        support=jax.tree.map(like_rows, empty_support(options.support, tokens.shape, vocab_size)),
+    )
+
+
+def _draw(
+    state: _Loop,
+    *,
+    length: Int[Array, " R"],
+    limit: Int[Array, " R"],
+    settings: RowSampling,
+    row_keys: Array,
+    options: Options,
+    limits: Limits,
+) -> _Loop:
+    """Draws a token for every slot that works; a slot whose row ends with it is free."""
+    num_rows = len(length)
+    works = state.row < num_rows
+    row = jnp.minimum(state.row, num_rows - 1)  # to look up; what a free slot writes is dropped
+    if options.greedy:
+        token = jnp.argmax(state.logits, axis=-1).astype(jnp.int32)
+        # That of a certain event, if it is one.
+        log_prob, kept = jnp.where(jnp.isfinite(state.logits.max(axis=-1)), 0.0, jnp.nan), None
+    else:
+        of_slot = jax.tree.map(lambda array: array[row], settings)
+        log_probs = sampled_log_probs(state.logits, of_slot, options.truncation)
+        token = draw(log_probs, jax.vmap(jax.random.fold_in)(row_keys[row], state.drawn))
+        log_prob = jnp.take_along_axis(log_probs, token[:, None], axis=-1)[:, 0]
+        kept = distribution(log_probs, options.support)
+    if options.on_draw is not None:
+        jax.debug.callback(options.on_draw, state.row, state.drawn, token, log_prob)
+    at, drawn = length[row] + state.drawn, state.drawn + 1
+    is_eos, is_stop = _is_one_of(token, limits.eos_ids), _is_one_of(token, limits.stop_ids)
+    reason = jnp.where(is_eos, FinishReason.EOS, jnp.where(is_stop, FinishReason.STOP, FinishReason.LENGTH))
+    ends = is_eos | is_stop | (drawn >= limit[row])
+
+    def write(of_rows: Array, new: Array) -> Array:
+        place = (state.row, at) if of_rows.ndim > 1 else state.row
+        return of_rows.at[place].set(new, mode="drop")
+
+    rows = _Rows(
+        tokens=write(state.rows.tokens, token),
+        log_probs=write(state.rows.log_probs, log_prob),
+        response_length=write(state.rows.response_length, drawn),
+        finish_reason=write(state.rows.finish_reason, reason.astype(jnp.int32)),
+        support=jax.tree.map(write, state.rows.support, kept),
+    )
+    return state._replace(row=jnp.where(works & ~ends, row, num_rows), drawn=drawn, token=token, rows=rows)
+
+
+def _refill(
+    state: _Loop,
+    prompt_of: Int[Array, " R"],
+    prompt_logits: Float[Array, "N V"],
+    prompt_cache: KVCache | list[KVCache],
+) -> _Loop:
+    """Gives free slots the rows that wait, in their order: a loop over as many as there are, mostly none.
+
+    A loop rather than a condition, since XLA updates what a loop carries in place.
+    """
+    num_rows = len(prompt_of)
+    free = state.row >= num_rows
+    count = jnp.minimum(free.sum(dtype=jnp.int32), num_rows - state.next_row)
+    free_slots = jnp.argsort(~free, stable=True).astype(jnp.int32)
+
+    def fill(i: Int[Array, ""], state: _Loop) -> _Loop:
+        slot, row = free_slots[i], state.next_row
+        prompt = prompt_of[row]
+
+        def copy(of_slots: Float[Array, "L B K S ..."], of_prompts: Float[Array, "L N K P ..."]) -> Array:
+            source = jax.lax.dynamic_slice_in_dim(of_prompts, prompt, 1, axis=1)
+            return jax.lax.dynamic_update_slice_in_dim(of_slots, source, slot, axis=1)
+
+        return state._replace(
+            row=state.row.at[slot].set(row),
+            drawn=state.drawn.at[slot].set(0),
+            logits=state.logits.at[slot].set(prompt_logits[prompt]),
+            cache=jax.tree.map(copy, state.cache, prompt_cache),
+            next_row=row + 1,
         )
-        self.sample = jax.jit(self._sharded_sample, static_argnames="options")
-        """The compiled part of a call: weights, requests and key -> rollout."""
 
-    def synchronise(self, params: nnx.State, version: int = 0) -> Weights:
-        """Learner parameters -> the sampler's own copy: adapters merged, cast or quantised, moved to its sharding.
-
-        Nothing else outlives a call, so there is no cache that could belong to another version.
-        """
-        return self._format.synchronise(params, version)
-
-    def abstract_weights(self) -> Weights:
-        """Shapes, dtypes and shardings of what `synchronise` returns, for restoring a checkpoint."""
-        return self._format.abstract()
-
-    def __call__(
-        self,
-        weights: Weights,
-        prompts: Sequence[Sequence[int]],
-        prompt_indices: Sequence[int],
-        *,
-        key: Array,
-        num_samples: int = 1,
-        sampling: Sampling | Sequence[Sampling] = AS_THEY_ARE,
-        response_limits: Sequence[int] | None = None,
-        greedy: bool = False,
-        support: int | Literal["exact"] | None = None,
-        on_draw: OnDraw | None = None,
-    ) -> Rollout:
-        """Responses to this process's prompts, `num_samples` each, on the device.
-
-        Args:
-            weights: from `synchronise`.
-            prompts: token ids; their number must divide by the devices of this process that share rows.
-            prompt_indices: one id a prompt; rows are keyed by it and grouped by it.
-            key: of the seed and the purpose (training step, evaluation).
-            num_samples: rows of each prompt.
-            sampling: temperature and truncation, of all prompts or of each.
-            response_limits: longest response of each prompt, at most `limits.response_tokens`, which is the default.
-            greedy: take the most likely token instead; log-probs are then 0, those of a certain event.
-            support: what to keep of every distribution sampled from besides the token's own log-prob: of the
-                k most likely tokens (a number), or of the whole vocabulary ("exact"); -inf at tokens that are cut.
-            on_draw: is told of every token as it is drawn, for a person who waits; compiled for this function.
-
-        Returns:
-            A `Rollout` of global arrays, rows ordered by prompt, then sample.
-
-        Raises:
-            ValueError: an empty or too long prompt, a token outside the vocabulary, prompts that do not divide over the
-                devices, or settings that do not go with the prompts.
-        """
-        if greedy and support is not None:
-            raise ValueError("sampler: support is of sampled distributions, and greedy=True does not sample")
-        if num_samples < 1:
-            raise ValueError(f"sampler: num_samples must be at least 1, got {num_samples}")
-        if not (support in (None, "exact") or (isinstance(support, int) and support > 0)):
-            raise ValueError(f"sampler: support must be None, 'exact' or a number of tokens, got {support!r}")
-        shards, processes = sharding.num_batch_shards(self.mesh), jax.process_count()
-        if len(prompts) == 0 or len(prompts) * processes % shards:
-            raise ValueError(
-                f"sampler: {len(prompts)} prompts of each of {processes} processes do not divide over {shards} devices"
-            )
-        requests, truncation = self.requests(prompts, prompt_indices, sampling, response_limits)
-        options = Options(num_samples, greedy, NOTHING_CUT if greedy else truncation, support, on_draw)
-        return self.sample(weights, sharding.to_global(requests, self.mesh), key, options=options)
-
-    def requests(
-        self,
-        prompts: Sequence[Sequence[int]],
-        prompt_indices: Sequence[int],
-        sampling: Sampling | Sequence[Sampling],
-        response_limits: Sequence[int] | None = None,
-    ) -> tuple[Requests, Truncation]:
-        """Checked and padded, on the host; padding and truncation are those of all processes' prompts together."""
-        longest, room = self.limits.prompt_tokens, self.limits.response_tokens
-        settings = [sampling] * len(prompts) if isinstance(sampling, Sampling) else list(sampling)
-        limits = [room] * len(prompts) if response_limits is None else response_limits
-        for name, values in (("prompt_indices", prompt_indices), ("sampling", settings), ("response_limits", limits)):
-            if len(values) != len(prompts):
-                raise ValueError(f"sampler: {len(values)} {name} for {len(prompts)} prompts")
-        indices = _int32(prompt_indices, 0, 2**31 - 1, "prompt index")
-        room_of = _int32(limits, 1, room, "response limit")
-        tokens = []
-        for index, prompt in zip(prompt_indices, prompts, strict=True):
-            if not 0 < len(prompt) <= longest:
-                raise ValueError(f"sampler: prompt {index} has {len(prompt)} tokens, allowed are 1 to {longest}")
-            tokens.append(_int32(prompt, 0, self._vocab_size - 1, f"token of prompt {index}"))
-        mine = Truncation.of(settings)
-        top_k, top_p, min_p, used = sharding.gather_over_processes(
-            np.asarray([mine.top_k or 0, mine.top_p, mine.min_p, max(map(len, prompts))])
-        ).max(axis=0)
-        width = next(bucket for bucket in prompt_buckets(longest) if used <= bucket)
-        padded = np.zeros((len(prompts), width), np.int32)
-        for row, ids in zip(padded, tokens, strict=True):
-            row[: len(ids)] = ids
-        requests = Requests(
-            padded,
-            np.asarray([len(ids) for ids in tokens], np.int32),
-            indices,
-            room_of,
-            RowSampling.of(settings),
-        )
-        return requests, Truncation(int(top_k) or None, bool(top_p), bool(min_p))
-
-    def _sharded_sample(self, weights: Weights, requests: Requests, key: Array, *, options: Options) -> Rollout:
-        rows, whole = sharding.batch_spec(self.mesh), PartitionSpec()
-
-        def local(weights: Weights, requests: Requests, key: Array) -> Rollout:
-            model = nnx.merge(self._format.graphdef, weights.params)
-            return loop.sample(model, requests, key, weights.version, options, self._loop_limits)
-
-        in_specs = (Weights(self._format.specs, whole), rows, whole)
-        return jax.shard_map(local, mesh=self.mesh, in_specs=in_specs, out_specs=rows)(weights, requests, key)
+    return jax.lax.fori_loop(0, count, fill, state)
 
 
-def _int32(values: Sequence[int], least: int, most: int, name: str) -> np.ndarray:
-    """Whole numbers within bounds, or an error that names the first that is none."""
-    array = np.asarray(values)
-    if array.dtype.kind not in "iu":
-        raise ValueError(f"sampler: {name} must be a whole number, got {array.ravel()[0]!r} among {array.dtype} values")
-    outside = (array < least) | (array > most)
-    if outside.any():
-        raise ValueError(f"sampler: {name} is {array[outside][0]}, allowed are {least} to {most}")
-    return array.astype(np.int32)
+def model_logits(model: Transformer, hidden: Float[Array, "B D"]) -> Float[Array, "B V"]:
+    """Logits over the whole vocabulary, which the draw needs, on every device of a `tensor` group."""
+    return sharding.gather_over_tensor(model.logits(hidden))
+
+
+def _is_one_of(tokens: Int[Array, " B"], ids: tuple[int, ...]) -> Array:
+    return (tokens[:, None] == jnp.asarray(ids, tokens.dtype)).any(axis=-1)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from p3o_jax.types import Support
+from p3o_jax.batch.types import Support
 
 
 def empty_support(support: int | str | None, shape: tuple[int, int], vocab_size: int) -> Support | None:

@@ -11,11 +11,11 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Int
 
-from p3o_jax import sharding
+from p3o_jax.devices import sharding
+from p3o_jax.devices.precision import Precision
 from p3o_jax.models.lora import merged
 from p3o_jax.models.quantised import check_fits, quantise_weights, quantised_specs
 from p3o_jax.models.transformer import TransformerConfig, abstract_model, weight_specs
-from p3o_jax.precision import Precision
 
 
 class Weights(NamedTuple):

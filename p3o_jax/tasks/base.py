@@ -14,8 +14,8 @@ from typing import Literal, Protocol
 
 import numpy as np
 
-from p3o_jax.models.tokenizer import PRINTABLE_ASCII, ByteTokenizer, Tokenizer
 from p3o_jax.rewards.base import Prompt
+from p3o_jax.tokenizers.text import PRINTABLE_ASCII, ByteTokenizer, Tokenizer
 
 __all__ = ["DrawnPrompts", "Prompt", "PromptSource", "Split", "Task", "digest_of", "noisy", "split_of"]
 

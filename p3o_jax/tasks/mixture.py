@@ -8,9 +8,9 @@ from functools import cached_property
 
 import numpy as np
 
-from p3o_jax.models.tokenizer import Tokenizer
 from p3o_jax.rewards.base import Graded, Prompt, Reward, graded
 from p3o_jax.tasks.base import PromptSource, Split, Task
+from p3o_jax.tokenizers.text import Tokenizer
 
 
 @dataclass(frozen=True)

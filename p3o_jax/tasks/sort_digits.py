@@ -9,8 +9,8 @@ from typing import ClassVar
 
 import numpy as np
 
-from p3o_jax.models.tokenizer import CharTokenizer
 from p3o_jax.tasks.base import DrawnPrompts, Prompt, PromptSource, Split, Task, noisy
+from p3o_jax.tokenizers.text import CharTokenizer
 
 _TOKENIZER = CharTokenizer(string.digits + "=")
 _NUM_PROMPTS = 2**20  # then the stream repeats, in another order

@@ -8,7 +8,7 @@ import numpy as np
 from tensorboardX import summary
 from tensorboardX.proto.summary_pb2 import HistogramProto, Summary
 
-from p3o_jax.metrics import Histogram
+from p3o_jax.batch.metrics import Histogram
 
 ESS_PAGE = {
     "ESS": {

@@ -21,7 +21,7 @@ from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 from tensorboardX.proto.summary_pb2 import Summary
 
-from p3o_jax.metrics import Histogram
+from p3o_jax.batch.metrics import Histogram
 from p3o_jax.runs.directory import write_atomically
 from p3o_jax.writers import tensorboard
 from p3o_jax.writers.samples import samples_html

@@ -12,14 +12,14 @@ from pathlib import Path
 
 import numpy as np
 
-from p3o_jax.models.char_tokenizer_files import char_tokenizer_files
-from p3o_jax.models.export import export_model
-from p3o_jax.models.families import read_config
-from p3o_jax.models.load import load_params
-from p3o_jax.models.pretrained import Pretrained, open_model
-from p3o_jax.models.safetensors_directory import open_directory
-from p3o_jax.models.tokenizer import CharTokenizer
-from p3o_jax.sharding import make_mesh
+from p3o_jax.devices.sharding import make_mesh
+from p3o_jax.models.stored.export import export_model
+from p3o_jax.models.stored.families import read_config
+from p3o_jax.models.stored.load import load_params
+from p3o_jax.models.stored.pretrained import Pretrained, open_model
+from p3o_jax.models.stored.safetensors_directory import open_directory
+from p3o_jax.tokenizers.char_files import char_tokenizer_files
+from p3o_jax.tokenizers.text import CharTokenizer
 
 DATA = Path(__file__).parent.parent / "data" / "models"
 FAMILIES = ("llama", "llama3", "qwen2", "qwen3", "gemma2", "gemma3")

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from p3o_jax import sharding
+from p3o_jax.devices import sharding
+from p3o_jax.devices.sharding import MeshShape, make_mesh
 from p3o_jax.models import attention
 from p3o_jax.models.attention import AttentionForm, causal_attention, chunked_attention, dense_attention
 from p3o_jax.models.splash import splash_attention
-from p3o_jax.sharding import MeshShape, make_mesh
 
 LENGTH = 150  # no multiple of any block
 ROWS, HEADS, KV_HEADS, WIDTH = 4, 4, 2, 24

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from p3o_jax.devices.sharding import MeshShape, make_mesh
 from p3o_jax.models.log_probs import token_distributions, token_log_probs
 from p3o_jax.objectives import kl
-from p3o_jax.sharding import MeshShape, make_mesh
 
 
 def problem(vocab=16, shape=(3, 7), width=5, scale=3.0):

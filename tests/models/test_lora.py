@@ -11,16 +11,16 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from p3o_jax.learner import Learner
+from p3o_jax.devices.precision import Precision
+from p3o_jax.devices.sharding import MeshShape, make_mesh, to_global
+from p3o_jax.learner.learner import Learner
+from p3o_jax.learner.optimizer import OptimizerConfig
 from p3o_jax.models import lora
 from p3o_jax.models.lora import Lora
 from p3o_jax.models.transformer import TransformerConfig
 from p3o_jax.objectives import P3O
-from p3o_jax.optimizer import OptimizerConfig
-from p3o_jax.precision import Precision
 from p3o_jax.sampler import Sampler, SamplingLimits
-from p3o_jax.sharding import MeshShape, make_mesh, to_global
-from tests.test_learner import VOCAB, make_batch
+from tests.learner.test_learner import VOCAB, make_batch
 
 PLAIN = TransformerConfig(
     num_layers=2, embed_dim=16, num_heads=4, num_kv_heads=2, head_dim=4, mlp_dim=32, qk_norm=True, attention_bias=True

@@ -12,12 +12,12 @@ import pytest
 import qwix
 from flax import nnx
 
-from p3o_jax import sharding
+from p3o_jax.devices import sharding
+from p3o_jax.devices.precision import DTYPES, Precision, multiplied_as
+from p3o_jax.devices.sharding import MeshShape, make_mesh
 from p3o_jax.models.kv_cache import KVCache
 from p3o_jax.models.quantised import check_fits, product, quantise, quantise_weights
 from p3o_jax.models.transformer import TransformerConfig, abstract_model, weight_specs
-from p3o_jax.precision import DTYPES, Precision, multiplied_as
-from p3o_jax.sharding import MeshShape, make_mesh
 
 CONFIG = TransformerConfig(num_layers=2, embed_dim=16, num_heads=4, num_kv_heads=2, head_dim=8, mlp_dim=32)
 VOCAB = 12

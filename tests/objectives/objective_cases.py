@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from p3o_jax.batch.types import Support
 from p3o_jax.objectives import (
     P3O,
     P4O,
@@ -26,7 +27,6 @@ from p3o_jax.objectives import (
     Vcpo,
     objective_loss,
 )
-from p3o_jax.types import Support
 
 OBJECTIVES = {
     "p3o": P3O(),

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from p3o_jax import metrics
+from p3o_jax.batch import metrics
+from p3o_jax.batch.types import Batch, Policy
 from p3o_jax.objectives import P3O, P4O, Gspo, Rloo, SequenceMean, objective_loss
-from p3o_jax.types import Batch, Policy
 from tests.objectives.objective_cases import OBJECTIVES, random_batch
 
 DIFFERENTIATED = ("log_probs", "entropy", "support_log_probs")

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from p3o_jax.batch.stats import RatioMoments
+from p3o_jax.batch.types import Batch, Policy, Support
 from p3o_jax.objectives import P3O, P4O, P3OSnapshot, Reinforce, Rloo, TruncatedIs, kl
-from p3o_jax.stats import RatioMoments
-from p3o_jax.types import Batch, Policy, Support
 
 V, T = 5, 3
 SEQUENCES = np.stack(np.meshgrid(*[np.arange(V)] * T, indexing="ij"), -1).reshape(-1, T)

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from p3o_jax.batch.types import Batch, Policy, Support
 from p3o_jax.objectives import (
     P3O,
     P4O,
@@ -28,7 +29,6 @@ from p3o_jax.objectives import (
     Vcpo,
     objective_loss,
 )
-from p3o_jax.types import Batch, Policy, Support
 from tests.objectives.objective_cases import OBJECTIVES, loss_and_gradient, random_batch, two_tokens
 
 

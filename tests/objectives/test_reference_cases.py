@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from p3o_jax import stats
+from p3o_jax.batch import stats
 from p3o_jax.objectives import P3O, P4O, Cispo, DecoupledCispo, DecoupledPpo, Grpo, Ppo, objective_loss
 
 CASES = {path.stem: path for path in sorted((Path(__file__).parents[1] / "data" / "reference_cases").glob("*.json"))}

@@ -11,12 +11,12 @@ from xml.etree import ElementTree
 
 import pytest
 
+from p3o_jax.commands.main import main
 from p3o_jax.config import Config
 from p3o_jax.objectives import P3O, Grpo
 from p3o_jax.report.figures import sections
 from p3o_jax.report.page import notices, page
 from p3o_jax.report.runs import group, load
-from p3o_jax.tool import main
 from tests.made_runs import make_run
 
 CONFIG = Config(objective=P3O(), num_steps=20)

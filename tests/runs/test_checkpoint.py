@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+from p3o_jax.devices.sharding import MeshShape, make_mesh
 from p3o_jax.runs import integrity
 from p3o_jax.runs.checkpoint import CheckpointError, Checkpoints, best_step, newest_step, steps_in
-from p3o_jax.sharding import MeshShape, make_mesh
 
 NAN = float("nan")
 ROWS, WHOLE = PartitionSpec("fsdp"), PartitionSpec()

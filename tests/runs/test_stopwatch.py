@@ -6,11 +6,11 @@ import jax
 import numpy as np
 import pytest
 
-from p3o_jax.chips import CHIPS
+from p3o_jax.batch.types import FinishReason, Rollout
+from p3o_jax.devices.chips import CHIPS
 from p3o_jax.models.flops import update_flops
 from p3o_jax.models.transformer import TransformerConfig
 from p3o_jax.runs.stopwatch import Stopwatch, speed
-from p3o_jax.types import FinishReason, Rollout
 
 
 def test_every_moment_of_a_step_belongs_to_one_phase():

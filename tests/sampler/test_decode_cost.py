@@ -10,14 +10,14 @@ import pytest
 from flax import nnx
 from jax.sharding import NamedSharding
 
-from p3o_jax import hlo, sharding
-from p3o_jax.compile import topology
+from p3o_jax.devices import hlo, sharding
+from p3o_jax.devices.precision import Precision
+from p3o_jax.devices.sharding import MeshShape, make_mesh, to_global
+from p3o_jax.forecast.programs import topology
 from p3o_jax.models.kv_cache import KVCache, slot_buckets
 from p3o_jax.models.transformer import Transformer, TransformerConfig
-from p3o_jax.precision import Precision
 from p3o_jax.sampler import AS_THEY_ARE, Sampler, SamplingLimits
-from p3o_jax.sampler.loop import Options
-from p3o_jax.sharding import MeshShape, make_mesh, to_global
+from p3o_jax.sampler.decode import Options
 
 CONFIG = TransformerConfig(num_layers=3, embed_dim=32, num_heads=4, num_kv_heads=2, head_dim=8, mlp_dim=64)
 SLOTS, TOKENS = 5, 16 + 1000  # odd numbers, so that nothing else has the size of the cache

@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from p3o_jax.batch.stats import RatioMoments
+from p3o_jax.batch.types import FinishReason
+from p3o_jax.devices.precision import Precision
+from p3o_jax.devices.sharding import MeshShape, make_mesh, to_local
 from p3o_jax.models.log_probs import token_log_probs
 from p3o_jax.models.transformer import TransformerConfig, abstract_model
-from p3o_jax.precision import Precision
-from p3o_jax.sampler import Sampler, Sampling, SamplingLimits, loop
-from p3o_jax.sharding import MeshShape, make_mesh, to_local
-from p3o_jax.stats import RatioMoments
-from p3o_jax.types import FinishReason
-from tests.sampler.test_decode import CONFIG, LIMITS, PROMPTS, VOCAB, one_device, response, sample, weights_of
+from p3o_jax.sampler import Sampler, Sampling, SamplingLimits, decode
+from tests.sampler.test_sampler import CONFIG, LIMITS, PROMPTS, VOCAB, one_device, response, sample, weights_of
 
 SETTINGS = [Sampling(0.7 + 0.1 * i, top_k=(None, 8)[i % 2], top_p=(1.0, 0.95)[i // 2 % 2]) for i in range(len(PROMPTS))]
 ROOM = [9, 9, 2, 9, 1, 9, 5, 9]
@@ -102,8 +102,8 @@ def test_an_end_token_in_a_prompt_ends_nothing():
 
 def test_one_program_for_each_bucket_of_lengths(monkeypatch):
     """And none for other prompts, settings or limits; a wider bucket changes no token."""
-    traced, sample = [], loop.sample
-    monkeypatch.setattr(loop, "sample", lambda *arguments: traced.append(1) or sample(*arguments))
+    traced, sample = [], decode.sample
+    monkeypatch.setattr(decode, "sample", lambda *arguments: traced.append(1) or sample(*arguments))
     limits = SamplingLimits(prompt_tokens=20, response_tokens=3, eos_ids=(0,))
     sampler = Sampler(CONFIG, VOCAB, limits, Precision(), one_device())
     weights = sampler.synchronise(weights_of(CONFIG, VOCAB))

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from p3o_jax.devices.precision import Precision
+from p3o_jax.devices.sharding import make_mesh, to_local
 from p3o_jax.models.transformer import Transformer, TransformerConfig, abstract_model
-from p3o_jax.precision import Precision
 from p3o_jax.sampler import Sampler, Sampling, SamplingLimits
 from p3o_jax.sampler.sampling import RowSampling, Truncation, _invert, draw, sampled_log_probs
-from p3o_jax.sharding import make_mesh, to_local
 
 SETTINGS = [
     Sampling(),

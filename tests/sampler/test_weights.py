@@ -10,14 +10,14 @@ import qwix
 from flax import nnx
 from jax.sharding import NamedSharding
 
-from p3o_jax import sharding
-from p3o_jax.hlo import collectives
+from p3o_jax.devices import sharding
+from p3o_jax.devices.hlo import collectives
+from p3o_jax.devices.precision import Precision
+from p3o_jax.devices.sharding import MeshShape, make_mesh, split_devices, to_local
 from p3o_jax.models.quantised import quantise_weights
 from p3o_jax.models.transformer import TransformerConfig, abstract_model, weight_specs
-from p3o_jax.precision import Precision
 from p3o_jax.sampler import Sampler, SamplingLimits
 from p3o_jax.sampler.weights import WeightFormat
-from p3o_jax.sharding import MeshShape, make_mesh, split_devices, to_local
 
 VOCAB = 16
 CONFIG = TransformerConfig(

@@ -6,11 +6,11 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from p3o_jax.models.tokenizer import CharTokenizer
-from p3o_jax.prompts import prompt_batches
+from p3o_jax.experience.prompts import prompt_batches
 from p3o_jax.rewards import ExactMatch, Part, Prompt, Reward, Tags, WeightedSum
 from p3o_jax.tasks import Mixture, Share, SortDigits
 from p3o_jax.tasks.base import Task
+from p3o_jax.tokenizers.text import CharTokenizer
 
 
 @dataclass(frozen=True)

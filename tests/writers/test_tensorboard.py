@@ -10,8 +10,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.plugins.custom_scalar import layout_pb2
 from tensorboard.plugins.hparams import metadata
 
-from p3o_jax.metrics import Histogram
-from p3o_jax.stats import LOG_RATIO_EDGES
+from p3o_jax.batch.metrics import Histogram
+from p3o_jax.batch.stats import LOG_RATIO_EDGES
 from p3o_jax.writers import Writer
 from p3o_jax.writers.tensorboard import histogram
 

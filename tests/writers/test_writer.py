@@ -11,7 +11,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboardX.event_file_writer import EventsWriter
 
-from p3o_jax.metrics import Histogram
+from p3o_jax.batch.metrics import Histogram
 from p3o_jax.writers import Writer, read_metrics
 
 ROW = {

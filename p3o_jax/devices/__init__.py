@@ -1,0 +1,1 @@
+"""Devices and processes: meshes, collectives, number formats, compiled programs and profiles."""

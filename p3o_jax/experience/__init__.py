@@ -1,0 +1,1 @@
+"""From prompts to batches: prompts, scores, filtering, batches and packed rows."""

@@ -1,0 +1,207 @@
+"""From rollouts to what the learner consumes: batches, minibatches, and past policies.
+
+Everything here is on the host, on this process's rows: numpy in, numpy out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import Bool
+
+from p3o_jax.batch.metrics import Histogram
+from p3o_jax.batch.types import Batch, FinishReason, Inputs, Rollout, Support, responses
+from p3o_jax.devices import sharding
+from p3o_jax.tasks.base import Prompt
+from p3o_jax.tokenizers.text import Tokenizer
+
+_LENGTH_BINS = 30
+
+
+def local_prompts(prompts: Sequence[Prompt], num_processes: int = 1, process: int = 0) -> Sequence[Prompt]:
+    """The prompts this process samples for: its block of the step's prompts."""
+    share = len(prompts) // num_processes
+    return prompts[process * share : (process + 1) * share]
+
+
+def response_mask(rollout: Rollout) -> Bool[np.ndarray, "B S"]:
+    """Where the response of each row is."""
+    at, start = np.arange(rollout.tokens.shape[1])[None, :], rollout.prompt_length[:, None]
+    return (at >= start) & (at < start + rollout.response_length[:, None])
+
+
+def check_log_probs(rollout: Rollout, mask: Bool[np.ndarray, "B S"]) -> None:
+    """Refuses tokens that were drawn from no distribution, as those of weights that are not finite.
+
+    Raises:
+        ValueError: a log-prob under the mask is not finite or above 0.
+    """
+    log_probs = rollout.behaviour_log_probs
+    with np.errstate(invalid="ignore"):
+        bad = mask & ~((log_probs <= 0) & np.isfinite(log_probs))
+    if bad.any():
+        row, column = (int(i) for i in np.argwhere(bad)[0])
+        raise ValueError(
+            f"sampler: {bad.sum()} behaviour log-probs are missing or positive; first in row {row} (prompt "
+            f"{rollout.group[row]}) at token {column}: {log_probs[row, column]}; are the weights finite?"
+        )
+
+
+def make_batch(
+    rollout: Rollout,
+    advantages: np.ndarray,
+    *,
+    learner_temperature: float | None,
+    step: int,
+    kept: Bool[np.ndarray, " B"] | None = None,
+) -> Batch:
+    """Rollouts [B, S] as a batch [B, S - 1] aligned with predictions.
+
+    Args:
+        learner_temperature: None: each row's own sampling temperature.
+        step: rollout steps that the learner has been trained for.
+        kept: rows that count; the others are masked out of every sum and every denominator. None: all.
+
+    Raises:
+        ValueError: a behaviour log-prob of a response token is missing (not finite) or not a log-probability.
+    """
+    rows, slots = rollout.tokens.shape
+    if rollout.behaviour_log_probs.shape != (rows, slots) or advantages.shape != (rows,):
+        raise ValueError(
+            f"batch: tokens {rollout.tokens.shape}, behaviour_log_probs {rollout.behaviour_log_probs.shape} and "
+            f"advantages {advantages.shape} do not belong together"
+        )
+    mask = response_mask(rollout)
+    if kept is not None:
+        mask &= kept[:, None]
+    check_log_probs(rollout, mask)
+    mask, behaviour = mask[:, 1:], rollout.behaviour_log_probs[:, 1:]
+
+    def per_token(values: Any, dtype: type) -> np.ndarray:
+        return np.ascontiguousarray(np.broadcast_to(np.asarray(values, dtype)[:, None], mask.shape))
+
+    support = rollout.support
+    temperature = rollout.temperature if learner_temperature is None else np.full(rows, learner_temperature)
+    positions = np.broadcast_to(np.arange(slots - 1, dtype=np.int32), mask.shape)
+    return Batch(
+        mask=mask,
+        behaviour_log_probs=behaviour,
+        advantages=per_token(advantages, np.float32),
+        staleness=per_token(step - rollout.policy_version, np.int32),
+        source=per_token(rollout.source, np.int32),
+        support=None if support is None else Support(*(None if x is None else x[:, 1:] for x in support)),
+        inputs=Inputs(
+            tokens=rollout.tokens[:, :-1],
+            targets=rollout.tokens[:, 1:],
+            positions=np.ascontiguousarray(positions),
+            temperature=per_token(temperature, np.float32),
+        ),
+    )
+
+
+def minibatches(batch: Batch, count: int, epochs: int, group_size: int) -> Iterator[Batch]:
+    """`count` equal parts of the rows, `epochs` times over.
+
+    Sample s of prompt p goes to part (p + s) mod `count`, so that an update sees as many prompts as it can rather than
+    whole groups of a few, and the same rows on any number of processes.
+    """
+    row = np.arange(batch.mask.shape[0])
+    part = (row // group_size + row % group_size) % count
+    for _ in range(epochs):
+        for i in range(count):
+            rows = np.flatnonzero(part == i)
+            yield jax.tree.map(lambda leaf, rows=rows: leaf[rows], batch)
+
+
+def rollout_metrics(rollout: Rollout, step: int, longest: int) -> dict[str, Any]:
+    """What is logged of a step's rollouts, over all processes.
+
+    Args:
+        step: rollout steps the learner has trained for.
+        longest: the limit on response tokens.
+    """
+    truncated = rollout.finish_reason == FinishReason.LENGTH
+    sums = (
+        len(truncated),
+        rollout.response_length.sum(),
+        truncated.sum(),
+        (step - rollout.policy_version).sum(),
+    )
+    edges = np.unique(np.linspace(1, longest + 1, _LENGTH_BINS + 1).astype(np.int64))
+    lengths = np.bincount(np.searchsorted(edges, rollout.response_length, side="right"), minlength=len(edges) + 1)
+    totals = sharding.sum_over_processes(np.concatenate([np.asarray(sums, np.float64), lengths]))
+    rows, tokens, truncated, staleness = totals[: len(sums)]
+    return {
+        "rollout/response_tokens_mean": tokens / rows,
+        "rollout/response_tokens_histogram": Histogram(edges, totals[len(sums) :]),
+        "rollout/truncated_fraction": truncated / rows,
+        "rollout/staleness_mean": staleness / rows,
+    }
+
+
+def readable(
+    prompts: Sequence[Prompt],
+    rollout: Rollout,
+    rewards: np.ndarray,
+    advantages: np.ndarray,
+    log_probs: np.ndarray,
+    *,
+    tokenizer: Tokenizer,
+) -> list[dict[str, Any]]:
+    """Rollouts as a person reads them: text, reward, and each response token with its behaviour log-prob and log-ratio.
+
+    Args:
+        log_probs: [B, S - 1], the policy's, aligned with predictions.
+    """
+    texts = {prompt.index: prompt.text for prompt in prompts}
+    rows = []
+    for i, response_ids in enumerate(responses(rollout)):
+        start = rollout.prompt_length[i]
+        response = slice(start, start + rollout.response_length[i])
+        behaviour = rollout.behaviour_log_probs[i, response]
+        log_ratios = log_probs[i, response.start - 1 : response.stop - 1] - behaviour
+        rows.append(
+            {
+                "prompt_index": int(rollout.group[i]),
+                "prompt": texts[int(rollout.group[i])],
+                "completion": tokenizer.decode(response_ids),
+                "reward": float(rewards[i]),
+                "advantage": float(advantages[i]),
+                "finish_reason": FinishReason(int(rollout.finish_reason[i])).name.lower(),
+                "policy_version": int(rollout.policy_version[i]),
+                "temperature": float(rollout.temperature[i]),
+                "token_ids": rollout.tokens[i, response].tolist(),
+                "tokens": [tokenizer.decode([int(token)]) for token in rollout.tokens[i, response]],
+                "behaviour_log_probs": np.round(behaviour.astype(np.float64), 6).tolist(),
+                "log_ratios": np.round(log_ratios.astype(np.float64), 6).tolist(),
+            }
+        )
+    return rows
+
+
+class PolicyRing:
+    """Sampler weights of the last k + 1 rollout steps, by policy version; at staleness k the oldest samples."""
+
+    def __init__(self, staleness: int, past: Mapping[int, Any]):
+        self.past = dict(past)
+        self._size = staleness + 1
+
+    def push(self, version: int, weights: Any) -> None:
+        """Adds the newest policy and drops those that are too old to sample."""
+        self.past[version] = weights
+        while len(self.past) > self._size:
+            del self.past[min(self.past)]
+
+    @property
+    def behaviour(self) -> tuple[int, Any]:
+        """Version and weights of the policy that samples now: k steps old, or the first while there are fewer."""
+        version = min(self.past)
+        return version, self.past[version]
+
+    @property
+    def newest(self) -> Any:
+        """The learner's current policy."""
+        return self.past[max(self.past)]

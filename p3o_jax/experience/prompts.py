@@ -1,0 +1,134 @@
+"""The stream of prompts, and the evaluation set.
+
+The stream is a pure function of (seed, position), the position a global example index: all
+that a checkpoint needs of it is that number, which any number of processes can restore.
+Every process makes the whole batch, since prompts are tiny, and takes its part of it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator
+from itertools import chain
+
+import grain
+
+from p3o_jax.tasks import Dataset
+from p3o_jax.tasks.base import Prompt, PromptSource, Split, Task, digest_of
+from p3o_jax.tokenizers.text import Tokenizer
+
+_logger = logging.getLogger(__name__)
+
+EVALUATION_SEED = 20_260_512  # a constant: all runs are evaluated on the same prompts
+_DRAWS_PER_PROMPT = 8
+_PROCEDURAL_PROMPTS = 256
+
+
+def prompt_batches(
+    task: Task,
+    seed: int,
+    prompts_per_step: int,
+    *,
+    position: int = 0,
+    split: Split = "train",
+    tokenizer: Tokenizer | None = None,
+) -> Iterator[list[Prompt]]:
+    """The stream from a position on, in batches, without end; prefetched by threads.
+
+    Each pass over the task's prompts is in an order of its own; batches run on across passes, so none is partial.
+    `Prompt.index` is the position in the stream, unique across passes: the position after a batch is one more than its
+    last prompt's.
+
+    Args:
+        task: where the prompts come from.
+        seed: of prompts and order.
+        prompts_per_step: size of a batch, over all processes.
+        position: prompts of the stream already taken or passed over, over all processes.
+        split: which prompts.
+        tokenizer: by which prompts longer than the task's limit are passed over. None: none are.
+
+    Raises:
+        ValueError: `prompts_per_step` < 1 or `position` < 0; later, no prompt in a long stretch is short enough.
+    """
+    if prompts_per_step < 1 or position < 0:
+        raise ValueError(
+            f"prompts_per_step must be at least 1 and position at least 0, got {prompts_per_step} and {position}"
+        )
+    stream = _stream(task.prompts(split, seed), seed)[position:]
+    chunks = stream.batch(prompts_per_step, batch_fn=list)  # one hand-over between threads a batch, not one a prompt
+    one_by_one = chain.from_iterable(chunks.to_iter_dataset(grain.ReadOptions(num_threads=2, prefetch_buffer_size=4)))
+    return _batches(one_by_one, prompts_per_step, task.max_prompt_tokens, tokenizer)
+
+
+_MAX_PASSED_OVER = 1000
+
+
+def _batches(stream: Iterator[Prompt], size: int, limit: int, tokenizer: Tokenizer | None) -> Iterator[list[Prompt]]:
+    batch: list[Prompt] = []
+    passed_over: list[int] = []
+    for prompt in stream:
+        length = 0 if tokenizer is None else len(tokenizer.encode(prompt.text))
+        if length > limit:
+            passed_over.append(length)
+            if len(passed_over) == _MAX_PASSED_OVER:
+                raise ValueError(
+                    f"{_MAX_PASSED_OVER} prompts in a row are longer than the task's limit of {limit} tokens, the "
+                    f"shortest of them by {min(passed_over) - limit}: raise its prompt_tokens"
+                )
+            continue
+        passed_over = []
+        batch.append(prompt)
+        if len(batch) == size:
+            yield batch
+            batch = []
+
+
+def _stream(source: PromptSource, seed: int) -> grain.MapDataset:
+    shuffled = grain.MapDataset.source(source).seed(seed).shuffle().repeat()
+    return shuffled.map_with_index(lambda position, prompt: prompt._replace(index=position))
+
+
+def evaluation_prompts(task: Task, count: int) -> list[Prompt]:
+    """The evaluation set: the first `count` different prompts of the evaluation split, the same for every run.
+
+    Of a task with few different prompts there may be fewer than asked for.
+
+    Raises:
+        ValueError: the task has fewer prompts, different or not.
+    """
+    source = task.prompts("evaluation", EVALUATION_SEED)
+    if not 0 < count <= len(source):
+        raise ValueError(
+            f"{count} evaluation prompts of {task.name} were asked for (evaluation_prompts, or the number of prompts); "
+            f"ask for 1 to {len(source)}"
+        )
+    found: dict[bytes, Prompt] = {}
+    for i in range(min(len(source), _DRAWS_PER_PROMPT * count)):
+        prompt = source[i]
+        found.setdefault(digest_of(prompt.text), prompt)
+        if len(found) == count:
+            break
+    if len(found) < count:
+        _logger.warning("%s: only %d different evaluation prompts, not %d", task.name, len(found), count)
+    return list(found.values())
+
+
+def evaluation_set(task: Task, count: int | None) -> list[Prompt]:
+    """The evaluation set of one task: `count` different prompts, or, of None, all that a dataset has and 256 of a
+    procedural task."""
+    if count is None:
+        count = len(task.prompts("evaluation", EVALUATION_SEED)) if isinstance(task, Dataset) else _PROCEDURAL_PROMPTS
+    return evaluation_prompts(task, count)
+
+
+def evaluation_sets(task: Task, count: int) -> dict[str, list[Prompt]]:
+    """The evaluation set of each task of a mixture, by its name; of a task alone, its own."""
+    return {
+        one.name: [prompt._replace(source=source) for prompt in evaluation_prompts(one, count)]
+        for source, one in enumerate(task.components)
+    }
+
+
+def longest(prompts: Iterable[Prompt], tokenizer: Tokenizer) -> int:
+    """Tokens of the longest prompt."""
+    return max(len(tokenizer.encode(prompt.text)) for prompt in prompts)

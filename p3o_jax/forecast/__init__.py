@@ -1,0 +1,1 @@
+"""Memory and collectives of a run on devices that are not there."""

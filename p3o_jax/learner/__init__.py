@@ -1,0 +1,1 @@
+"""The sharded update, its optimizer, and the supervised warm start."""

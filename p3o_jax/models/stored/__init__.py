@@ -1,0 +1,1 @@
+"""Published models on disk: reading, loading and exporting them."""

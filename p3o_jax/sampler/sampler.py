@@ -1,0 +1,220 @@
+"""The sampler: its own copy of the weights, and prompts in, rollouts out.
+
+The prompts of a group share one prefill. A row's random numbers are keyed by (seed,
+purpose, prompt, sample, position), so its tokens do not depend on the batch it is in,
+its place there, or the mesh. One program is compiled for each length that prompts are
+padded to (`prompt_buckets`) and each kind of truncation, whatever the prompts and their
+settings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh, PartitionSpec
+from jaxtyping import Array
+
+from p3o_jax.batch.types import Rollout
+from p3o_jax.devices import sharding
+from p3o_jax.devices.precision import Precision
+from p3o_jax.models.transformer import TransformerConfig
+from p3o_jax.sampler import decode
+from p3o_jax.sampler.decode import OnDraw, Options, Requests
+from p3o_jax.sampler.sampling import AS_THEY_ARE, NOTHING_CUT, RowSampling, Sampling, Truncation
+from p3o_jax.sampler.weights import WeightFormat, Weights
+
+
+@dataclass(frozen=True)
+class SamplingLimits:
+    """The lengths the sampler is compiled for, and where responses end."""
+
+    prompt_tokens: int
+    """Longest prompt."""
+    response_tokens: int
+    """Longest response, the stop token included."""
+    eos_ids: tuple[int, ...]
+    """The model's end-of-sequence tokens: finish reason `eos`."""
+    stop_ids: tuple[int, ...] = ()
+    """Other tokens that end a response: finish reason `stop`."""
+    slots: int | None = None
+    """Rows decoded at a time, over all devices; a slot whose row has ended takes the next row. None: all rows."""
+
+
+SHORTEST_BUCKET = 16
+
+
+def prompt_buckets(limit: int) -> list[int]:
+    """The lengths that prompts are padded to: `limit`, and the powers of 2 from 16 below it."""
+    buckets = [SHORTEST_BUCKET << i for i in range(limit.bit_length())]
+    return [*(bucket for bucket in buckets if bucket < limit), limit]
+
+
+class Sampler:
+    """Samples responses from weights that `synchronise` prepared."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        vocab_size: int,
+        limits: SamplingLimits,
+        precision: Precision,
+        mesh: Mesh,
+        learner_mesh: Mesh | None = None,
+    ):
+        """
+        Raises:
+            ValueError: the limits do not fit the model.
+        """
+        total = limits.prompt_tokens + limits.response_tokens
+        if limits.prompt_tokens < 1 or limits.response_tokens < 1:
+            raise ValueError(f"sampler: limits on tokens must be positive, got {limits}")
+        if total > config.context_tokens:
+            raise ValueError(
+                f"sampler: prompts of {limits.prompt_tokens} and responses of {limits.response_tokens} tokens exceed "
+                f"model.context_tokens={config.context_tokens}"
+            )
+        shards = sharding.num_batch_shards(mesh)
+        if limits.slots is not None and (limits.slots < 1 or limits.slots % shards):
+            raise ValueError(f"sampler: slots={limits.slots} must be a positive multiple of the {shards} row shards")
+        outside = [i for i in (*limits.eos_ids, *limits.stop_ids) if not 0 <= i < vocab_size]
+        if outside:
+            raise ValueError(f"sampler: stop ids {outside} are outside the vocabulary of {vocab_size} tokens")
+        self.limits, self.precision, self.mesh = limits, precision, mesh
+        self._vocab_size = vocab_size
+        self._format = WeightFormat(config, vocab_size, precision, mesh, learner_mesh)
+        self._decode_limits = decode.Limits(
+            limits.eos_ids,
+            limits.stop_ids,
+            limits.response_tokens,
+            total,
+            None if limits.slots is None else limits.slots // shards,
+            precision.kv_cache,
+        )
+        self.sample = jax.jit(self._sharded_sample, static_argnames="options")
+        """The compiled part of a call: weights, requests and key -> rollout."""
+
+    def synchronise(self, params: nnx.State, version: int = 0) -> Weights:
+        """Learner parameters -> the sampler's own copy: adapters merged, cast or quantised, moved to its sharding.
+
+        Nothing else outlives a call, so there is no cache that could belong to another version.
+        """
+        return self._format.synchronise(params, version)
+
+    def abstract_weights(self) -> Weights:
+        """Shapes, dtypes and shardings of what `synchronise` returns, for restoring a checkpoint."""
+        return self._format.abstract()
+
+    def __call__(
+        self,
+        weights: Weights,
+        prompts: Sequence[Sequence[int]],
+        prompt_indices: Sequence[int],
+        *,
+        key: Array,
+        num_samples: int = 1,
+        sampling: Sampling | Sequence[Sampling] = AS_THEY_ARE,
+        response_limits: Sequence[int] | None = None,
+        greedy: bool = False,
+        support: int | Literal["exact"] | None = None,
+        on_draw: OnDraw | None = None,
+    ) -> Rollout:
+        """Responses to this process's prompts, `num_samples` each, on the device.
+
+        Args:
+            weights: from `synchronise`.
+            prompts: token ids; their number must divide by the devices of this process that share rows.
+            prompt_indices: one id a prompt; rows are keyed by it and grouped by it.
+            key: of the seed and the purpose (training step, evaluation).
+            num_samples: rows of each prompt.
+            sampling: temperature and truncation, of all prompts or of each.
+            response_limits: longest response of each prompt, at most `limits.response_tokens`, which is the default.
+            greedy: take the most likely token instead; log-probs are then 0, those of a certain event.
+            support: what to keep of every distribution sampled from besides the token's own log-prob: of the
+                k most likely tokens (a number), or of the whole vocabulary ("exact"); -inf at tokens that are cut.
+            on_draw: is told of every token as it is drawn, for a person who waits; compiled for this function.
+
+        Returns:
+            A `Rollout` of global arrays, rows ordered by prompt, then sample.
+
+        Raises:
+            ValueError: an empty or too long prompt, a token outside the vocabulary, prompts that do not divide over the
+                devices, or settings that do not go with the prompts.
+        """
+        if greedy and support is not None:
+            raise ValueError("sampler: support is of sampled distributions, and greedy=True does not sample")
+        if num_samples < 1:
+            raise ValueError(f"sampler: num_samples must be at least 1, got {num_samples}")
+        if not (support in (None, "exact") or (isinstance(support, int) and support > 0)):
+            raise ValueError(f"sampler: support must be None, 'exact' or a number of tokens, got {support!r}")
+        shards, processes = sharding.num_batch_shards(self.mesh), jax.process_count()
+        if len(prompts) == 0 or len(prompts) * processes % shards:
+            raise ValueError(
+                f"sampler: {len(prompts)} prompts of each of {processes} processes do not divide over {shards} devices"
+            )
+        requests, truncation = self.requests(prompts, prompt_indices, sampling, response_limits)
+        options = Options(num_samples, greedy, NOTHING_CUT if greedy else truncation, support, on_draw)
+        return self.sample(weights, sharding.to_global(requests, self.mesh), key, options=options)
+
+    def requests(
+        self,
+        prompts: Sequence[Sequence[int]],
+        prompt_indices: Sequence[int],
+        sampling: Sampling | Sequence[Sampling],
+        response_limits: Sequence[int] | None = None,
+    ) -> tuple[Requests, Truncation]:
+        """Checked and padded, on the host; padding and truncation are those of all processes' prompts together."""
+        longest, room = self.limits.prompt_tokens, self.limits.response_tokens
+        settings = [sampling] * len(prompts) if isinstance(sampling, Sampling) else list(sampling)
+        limits = [room] * len(prompts) if response_limits is None else response_limits
+        for name, values in (("prompt_indices", prompt_indices), ("sampling", settings), ("response_limits", limits)):
+            if len(values) != len(prompts):
+                raise ValueError(f"sampler: {len(values)} {name} for {len(prompts)} prompts")
+        indices = _int32(prompt_indices, 0, 2**31 - 1, "prompt index")
+        room_of = _int32(limits, 1, room, "response limit")
+        tokens = []
+        for index, prompt in zip(prompt_indices, prompts, strict=True):
+            if not 0 < len(prompt) <= longest:
+                raise ValueError(f"sampler: prompt {index} has {len(prompt)} tokens, allowed are 1 to {longest}")
+            tokens.append(_int32(prompt, 0, self._vocab_size - 1, f"token of prompt {index}"))
+        mine = Truncation.of(settings)
+        top_k, top_p, min_p, used = sharding.gather_over_processes(
+            np.asarray([mine.top_k or 0, mine.top_p, mine.min_p, max(map(len, prompts))])
+        ).max(axis=0)
+        width = next(bucket for bucket in prompt_buckets(longest) if used <= bucket)
+        padded = np.zeros((len(prompts), width), np.int32)
+        for row, ids in zip(padded, tokens, strict=True):
+            row[: len(ids)] = ids
+        requests = Requests(
+            padded,
+            np.asarray([len(ids) for ids in tokens], np.int32),
+            indices,
+            room_of,
+            RowSampling.of(settings),
+        )
+        return requests, Truncation(int(top_k) or None, bool(top_p), bool(min_p))
+
+    def _sharded_sample(self, weights: Weights, requests: Requests, key: Array, *, options: Options) -> Rollout:
+        rows, whole = sharding.batch_spec(self.mesh), PartitionSpec()
+
+        def local(weights: Weights, requests: Requests, key: Array) -> Rollout:
+            model = nnx.merge(self._format.graphdef, weights.params)
+            return decode.sample(model, requests, key, weights.version, options, self._decode_limits)
+
+        in_specs = (Weights(self._format.specs, whole), rows, whole)
+        return jax.shard_map(local, mesh=self.mesh, in_specs=in_specs, out_specs=rows)(weights, requests, key)
+
+
+def _int32(values: Sequence[int], least: int, most: int, name: str) -> np.ndarray:
+    """Whole numbers within bounds, or an error that names the first that is none."""
+    array = np.asarray(values)
+    if array.dtype.kind not in "iu":
+        raise ValueError(f"sampler: {name} must be a whole number, got {array.ravel()[0]!r} among {array.dtype} values")
+    outside = (array < least) | (array > most)
+    if outside.any():
+        raise ValueError(f"sampler: {name} is {array[outside][0]}, allowed are {least} to {most}")
+    return array.astype(np.int32)

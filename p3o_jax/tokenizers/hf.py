@@ -1,0 +1,169 @@
+"""Tokenizers as published with models: `tokenizer.json`, and the chat template that belongs to it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from p3o_jax.tokenizers.chat_template import ChatTemplate, Message
+from p3o_jax.tokenizers.source import TokenizerSource
+
+_SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+
+
+class HfTokenizer:
+    """A published tokenizer. For a chat model a prompt's text is what the user says.
+
+    Nothing is assumed of padding: a token that a model pads with may well be its end of sequence.
+    """
+
+    def __init__(
+        self,
+        source: TokenizerSource,
+        vocab_size: int,
+        *,
+        chat: bool = False,
+        system_prompt: str | None = None,
+        template_options: Mapping[str, bool | int | float | str] | None = None,
+    ):
+        """
+        Args:
+            source: what it is made from.
+            vocab_size: entries of the model's embedding; ids beyond the tokenizer's own stand for no text.
+            chat: whether `encode` puts the text into the chat template, as what the user says.
+            system_prompt: what the system says before; None: nothing, or what the template says itself.
+            template_options: other values for the template, such as Qwen3's enable_thinking.
+
+        Raises:
+            ImportError: the `tokenizers` package is not installed.
+            ValueError: `chat` without a template, no end of a sequence, or a tokenizer that does not parse.
+        """
+        try:
+            from tokenizers import Tokenizer
+        except ImportError as error:
+            raise ImportError(f"{error}: published tokenizers need: pip install 'p3o_jax[models]'") from error
+        try:
+            self._tokenizer = Tokenizer.from_str(source.json)
+        except Exception as error:  # what the package raises
+            raise ValueError(f"tokenizer.json does not read: {error}") from error
+        self._tokenizer.no_padding()
+        self._tokenizer.no_truncation()
+        self.source, self._vocab_size = source, vocab_size
+        tokens = {name: _text(source.config.get(name)) for name in _SPECIAL}
+        tokens = {name: text for name, text in tokens.items() if text is not None}
+        self._bos_id = self._bos(tokens.get("bos_token"))
+        self._eos_ids = self._ends(tokens.get("eos_token"))
+        template = _template(source.config.get("chat_template"))
+        self.template = None if template is None else ChatTemplate(template, tokens)
+        """The chat template; None: it has none."""
+        if chat and self.template is None:
+            raise ValueError("the tokenizer has no chat template: set pretrained.chat to False")
+        self.chat, self._system_prompt, self._options = chat, system_prompt, dict(template_options or {})
+        self._controls = self._control_tokens() if chat else ()
+
+    @property
+    def vocab_size(self) -> int:
+        """Entries of the model's embedding."""
+        return self._vocab_size
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]:
+        """The tokenizer's own end of a sequence, then the others that the model may end with."""
+        return self._eos_ids
+
+    @property
+    def bos_id(self) -> int | None:
+        """What `encode` puts first where the text does not begin with it; None: nothing."""
+        return self._bos_id
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a prompt: of a chat in which the user says the text, or of the text itself.
+
+        Raises:
+            ValueError: a chat's text that is already in a chat format, or an id that the model does not have.
+        """
+        if not self.chat:
+            return self._encode(text, bos=True)
+        for control in self._controls:
+            if control in text:
+                raise ValueError(
+                    f"a prompt contains {control!r}, which the chat template adds itself: give what the user says, or "
+                    f"set pretrained.chat to False for prompts that are in the format already; {text[:80]!r}"
+                )
+        system = [] if self._system_prompt is None else [{"role": "system", "content": self._system_prompt}]
+        return self.encode_chat([*system, {"role": "user", "content": text}])
+
+    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
+        """Token ids of a chat up to where the assistant is to answer."""
+        if self.template is None:
+            raise ValueError("the tokenizer has no chat template")
+        return self._encode(self.template.render(messages, self._options), bos=False)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of token ids; tokens that control the model give nothing."""
+        return self._tokenizer.decode(list(ids), skip_special_tokens=True)
+
+    def _encode(self, text: str, *, bos: bool) -> list[int]:
+        ids = self._tokenizer.encode(text, add_special_tokens=False).ids
+        begin = self._tokenizer.token_to_id(_text(self.source.config.get("bos_token")) or "")
+        if begin is not None and begin in ids[:1]:  # one is enough, whoever put it there
+            while ids[1:2] == [begin]:
+                del ids[1]
+        elif bos and self._bos_id is not None:
+            ids = [self._bos_id, *ids]
+        outside = [i for i in ids if i >= self._vocab_size]
+        if outside:
+            raise ValueError(
+                f"token id {outside[0]} ({self._tokenizer.id_to_token(outside[0])!r}) is outside the model's embedding "
+                f"of {self._vocab_size}"
+            )
+        return ids
+
+    def _bos(self, text: str | None) -> int | None:
+        """What a text begins with: as tokenizer_config.json says, or else as the tokenizer itself does."""
+        token = None if text is None else self._tokenizer.token_to_id(text)
+        adds = self.source.config.get("add_bos_token")
+        if adds is None:
+            adds = token is not None and self._tokenizer.encode("").ids[:1] == [token]
+        return token if adds else None
+
+    def _ends(self, text: str | None) -> tuple[int, ...]:
+        """Every token that the tokenizer's and the generation's configuration call an end, each once."""
+        of_generation = self.source.generation.get("eos_token_id")
+        of_generation = of_generation if isinstance(of_generation, list) else [of_generation]
+        own = None if text is None else self._tokenizer.token_to_id(text)
+        ends = tuple(dict.fromkeys(i for i in (own, *of_generation) if i is not None))
+        if not ends:
+            raise ValueError("neither the tokenizer's nor the generation's configuration names an end of a sequence")
+        return ends
+
+    def _control_tokens(self) -> tuple[str, ...]:
+        """The texts of special tokens that the template writes."""
+        special = (token.content for token in self._tokenizer.get_added_tokens_decoder().values() if token.special)
+        written = self.template.render([{"role": "user", "content": "x"}], self._options)
+        return tuple(text for text in special if text in written)
+
+
+def _text(token: Any) -> str | None:
+    """Of a special token, which is stored as its text or as an object with it."""
+    return token.get("content") if isinstance(token, dict) else token
+
+
+def _template(stored: Any) -> str | None:
+    """A template, of several the one named default."""
+    if isinstance(stored, list):
+        named = {entry["name"]: entry["template"] for entry in stored}
+        return named.get("default")
+    return stored
+
+
+def tokenizer_files(tokenizer: HfTokenizer) -> dict[str, str]:
+    """The files that `transformers` loads such a tokenizer from, by name."""
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", **tokenizer.source.config}
+    files = {"tokenizer.json": tokenizer.source.json}
+    if tokenizer.template is not None:
+        files["chat_template.jinja"] = tokenizer.template.source
+        config.pop("chat_template", None)
+    files["tokenizer_config.json"] = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
+    return files

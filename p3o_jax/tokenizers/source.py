@@ -1,0 +1,19 @@
+"""The files that a published tokenizer is made from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class TokenizerSource:
+    """What a tokenizer is made from."""
+
+    json: str
+    """A `tokenizer.json`."""
+    config: Mapping[str, Any]
+    """A `tokenizer_config.json`: the special tokens' texts, add_bos_token, chat_template."""
+    generation: Mapping[str, Any]
+    """A `generation_config.json`: the ids that end a response."""

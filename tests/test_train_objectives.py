@@ -10,7 +10,7 @@ import pytest
 
 from p3o_jax.batch.types import Batch, Inputs
 from p3o_jax.devices.precision import Precision
-from p3o_jax.learner.learner import updates as updates_module
+from p3o_jax.learner import updates as updates_module
 from p3o_jax.learner.optimizer import OptimizerConfig
 from p3o_jax.objectives import P3O, P4O, Gspo, P3OSnapshot
 from p3o_jax.trainer import Trainer

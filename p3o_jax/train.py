@@ -116,6 +116,7 @@ def train(
             metrics |= evaluated.metrics | speed(
                 clock.seconds,
                 rollout,
+                kept=experience.kept,
                 sampled_tokens=int(experience.sampled.rollout.action_mask.sum()),
                 epochs=config.epochs,
                 model=config.model,

@@ -19,9 +19,10 @@ import numpy as np
 from p3o_jax.devices import processes
 from p3o_jax.devices.cache import enable_compilation_cache
 from p3o_jax.devices.sharding import MeshShape
-from p3o_jax.experience.batches import local_prompts, make_batch
+from p3o_jax.experience.batches import make_batch
+from p3o_jax.parts import build
+from p3o_jax.runs.stopwatch import Stopwatch
 from p3o_jax.train import train
-from p3o_jax.trainer import Trainer
 from tests.small_run import SMALL, GradedSort
 
 
@@ -54,17 +55,18 @@ def failure(function, *arguments, **options) -> str:
 
 def skipped_for_one_row() -> dict[str, bool]:
     """An update on a batch in which one row of the last process has a log-ratio that is not finite."""
-    trainer = Trainer(CONFIG)
-    _, state, ring, _ = trainer.start()
-    prompts = local_prompts(trainer.evaluation_set[:8], trainer.num_parts, trainer.part)
-    rollout = trainer.sample(ring, prompts, 1)
+    parts = build(CONFIG)
+    _, state, ring, _ = parts.start()
+    with parts.scorer:
+        experience = parts.source(0).next(1, ring.behaviour.weights, Stopwatch(1, "sample"), lambda: None)
+    rollout = experience.rollout
     batch = make_batch(rollout, np.ones(len(rollout.tokens), np.float32), learner_temperature=1.0, step=0)
     if jax.process_index() == jax.process_count() - 1:
         bad = batch.behaviour_log_probs.copy()
         bad[0] = np.nan
         batch = batch._replace(behaviour_log_probs=bad)
     before = [np.asarray(shard.data) for leaf in jax.tree.leaves(state.params) for shard in leaf.addressable_shards]
-    state, _ = trainer.learner.update(state, trainer.updates.minibatches(batch)[0])
+    state, _ = parts.learner.update(state, parts.updates.minibatches(batch)[0])
     after = [np.asarray(shard.data) for leaf in jax.tree.leaves(state.params) for shard in leaf.addressable_shards]
     return {
         "skipped": int(state.num_skipped) == 1 and int(state.num_updates) == 0,

@@ -14,10 +14,10 @@ from p3o_jax.devices.sharding import MeshShape
 from p3o_jax.learner.optimizer import OptimizerConfig
 from p3o_jax.learner.warm_start import WarmStart
 from p3o_jax.models.transformer import TransformerConfig
+from p3o_jax.parts import build
 from p3o_jax.rewards import Function, Reward
 from p3o_jax.rewards.pool import Verifiers
 from p3o_jax.tasks import SortDigits
-from p3o_jax.trainer import Trainer
 from tests.small_run import SMALL, rollouts, run, without_times
 
 
@@ -94,7 +94,7 @@ def test_a_sampler_with_devices_of_its_own_gives_the_same_run(tmp_path):
 )
 def test_a_sampler_that_does_not_fit_is_refused_before_anything_compiles(changes, message):
     with pytest.raises(ValueError, match=message):
-        Trainer(replace(SMALL, **changes), jax.devices())
+        build(replace(SMALL, **changes), jax.devices())
 
 
 @pytest.mark.slow

@@ -10,10 +10,10 @@ import pytest
 
 from p3o_jax.batch.types import Batch, Inputs
 from p3o_jax.devices.precision import Precision
-from p3o_jax.learner import updates as updates_module
 from p3o_jax.learner.optimizer import OptimizerConfig
+from p3o_jax.learner.updates import Updates
 from p3o_jax.objectives import P3O, P4O, Gspo, P3OSnapshot
-from p3o_jax.trainer import Trainer
+from p3o_jax.parts import build
 from tests.small_run import SMALL, Rambling, run, without_times
 
 
@@ -64,14 +64,13 @@ def test_objectives_are_given_what_they_ask_for(tmp_path, objective, minibatches
 @pytest.mark.long
 def test_a_run_does_not_depend_on_packing(tmp_path, monkeypatch):
     """Responses from 1 to 30 tokens, of which several fit into a row; the same updates, in fewer rows."""
-    shapes = []
-    packing = updates_module.pack
-    monkeypatch.setattr(updates_module, "pack", lambda *a: shapes.append(packing(*a)) or shapes[-1])
+    shapes, update = [], Updates.minibatches
+    monkeypatch.setattr(Updates, "minibatches", lambda self, batch: shapes.append(update(self, batch)) or shapes[-1])
     config = replace(SMALL, task=Rambling(length=3), objective=Gspo(), num_steps=2, evaluate_every=0)
-    config = replace(config, write_rollouts_every=0)  # which packs again
     packed, padded = run(tmp_path / "packed", config), run(tmp_path / "padded", replace(config, pack=False))
-    assert [len(parts) for parts in shapes] == [2, 2]
-    assert all(batch.mask.shape[0] < 16 for parts in shapes for batch in parts)
+    assert [len(parts) for parts in shapes] == [2] * 4
+    assert all(batch.mask.shape[0] < 16 for parts in shapes[:2] for batch in parts)
+    assert all(batch.mask.shape[0] == 16 for parts in shapes[2:] for batch in parts)
     for a, b in zip(packed, padded, strict=True):
         for tag in a:
             if tag.startswith(("loss/", "reward/", "optim/", "policy/entropy")):
@@ -93,5 +92,5 @@ def test_what_is_in_a_micro_batch_is_not_changed_where_it_matters():
     numbers, ids = np.zeros(mask.shape, np.float32), np.zeros(mask.shape, np.int32)
     batch = Batch(mask, numbers, numbers, inputs=Inputs(ids, ids, ids, numbers))
     for objective, rows in ((P3O(), 2), (P3O(ess_scope="micro_batch"), 16)):
-        trainer = Trainer(replace(SMALL, objective=objective), jax.devices()[:1])
-        assert [part.mask.shape for part in trainer.updates.minibatches(batch)] == [(rows, 8)] * 2
+        parts = build(replace(SMALL, objective=objective), jax.devices()[:1])
+        assert [part.mask.shape for part in parts.updates.minibatches(batch)] == [(rows, 8)] * 2

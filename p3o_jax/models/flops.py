@@ -42,10 +42,27 @@ def forward_flops(config: TransformerConfig, vocab_size: int, rows: int, tokens:
     )
 
 
+def training_flops(config: TransformerConfig, vocab_size: int, rows: int, tokens: int) -> int:
+    """Counts one forward and backward pass: what a utilisation is quoted of.
+
+    The backward pass of a product costs it twice more, once for the gradient of its input and once for that of its
+    weight; a frozen weight has none of its own. So three forward passes in all, and with adapters two of the products
+    with weights, three of attention, and three of the adapters' own: 2 r (inputs + outputs) a token and layer forward.
+    """
+    forward, c = forward_flops(config, vocab_size, rows, tokens), config
+    if c.lora is None:
+        return 3 * forward.total
+    heads, kv_heads = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+    sizes = {"query": heads, "key": kv_heads, "value": kv_heads, "attention_out": heads}
+    widths = sum(c.embed_dim + sizes.get(target, c.mlp_dim) for target in c.lora.targets)
+    adapters = c.num_layers * 2 * c.lora.rank * widths * rows * tokens
+    return 2 * (forward.layers + forward.head) + 3 * (forward.attention + adapters)
+
+
 class UpdateFlops(NamedTuple):
     """Of one optimizer update, over all devices."""
 
-    model: int  # forward and backward, three times the forward pass: what a utilisation is quoted of
+    model: int  # forward and backward: what a utilisation is quoted of
     recomputed: int  # forward again in the backward pass, for memory
     extra_passes: int  # gradient-free passes for batch statistics
 
@@ -60,7 +77,7 @@ def update_flops(
 ) -> UpdateFlops:
     """Of one update on `rows` rows of `tokens` tokens.
 
-    The backward pass costs two forward passes. Before it, logits are computed once more, and the layers too, as far
+    Before the backward pass, logits are computed once more, and the layers too, as far
     as `config.remat` does not save them.
 
     Args:
@@ -69,7 +86,7 @@ def update_flops(
     forward = forward_flops(config, vocab_size, rows, tokens)
     again = {"none": 0, "dots": forward.attention, "full": forward.layers + forward.attention}
     return UpdateFlops(
-        model=3 * forward.total,
+        model=training_flops(config, vocab_size, rows, tokens),
         recomputed=again[config.remat] + forward.head,
         extra_passes=extra_passes * forward.total,
     )

@@ -12,10 +12,10 @@ import jax
 import numpy as np
 import pytest
 
-from p3o_jax.batch.types import Rollout
 from p3o_jax.devices.sharding import MeshShape, make_mesh
 from p3o_jax.evaluation.evaluate import evaluate, majority, pass_at_k
 from p3o_jax.evaluation.files import table, write_evaluation
+from p3o_jax.experience.prompts import encoded
 from p3o_jax.experience.scoring import Scorer
 from p3o_jax.rewards import Function, Reward
 from p3o_jax.rewards.pool import Verifiers
@@ -23,6 +23,7 @@ from p3o_jax.sampler import Sampling
 from p3o_jax.tasks import SortDigits
 from p3o_jax.tasks.base import Prompt
 from p3o_jax.tokenizers.text import CharTokenizer
+from tests.made_rollouts import one_turn
 
 MESH = make_mesh(MeshShape(), jax.devices()[:1])
 TOKENIZER = CharTokenizer()
@@ -74,10 +75,10 @@ class Scripted:
         self.script, self.mesh, self.asked = script, MESH, []
         self.limits = SimpleNamespace()
 
-    def __call__(self, weights, prompts, indices, *, key, num_samples, sampling, greedy):
-        texts = [TOKENIZER.decode(ids) for ids in prompts]
-        self.asked.append((texts, sampling))
-        said = [self.script[text][s] for text in texts for s in range(num_samples)]
+    def generate(self, weights, asked):
+        texts = [TOKENIZER.decode(ids) for ids in asked.prompts]
+        self.asked.append((texts, asked.sampling))
+        said = [self.script[text][s] for text in texts for s in range(asked.num_samples)]
         rows, width = len(said), 20
         tokens = np.full((rows, width), 7, np.int32)
         lengths = np.zeros(rows, np.int32)
@@ -85,11 +86,10 @@ class Scripted:
         for row, text in enumerate(said):
             ids = [*TOKENIZER.encode(text), *([] if cut[row] else [0])]
             tokens[row, 3 : 3 + len(ids)], lengths[row] = ids, len(ids)
-        rollout = Rollout(
-            tokens, np.full(rows, 3, np.int32), lengths, np.zeros((rows, width), np.float32),
-            np.ones(rows, np.float32), *np.zeros((2, rows), np.int32), cut.astype(np.int32),
-            np.repeat(np.asarray(indices, np.int32), num_samples),
-        )  # fmt: skip
+        group = np.repeat(np.asarray(asked.indices, np.int32), asked.num_samples)
+        log_probs = np.zeros((rows, width), np.float32)
+        certain = {"behaviour_log_probs": log_probs, "finish_reason": cut.astype(np.int32)}
+        rollout = one_turn(tokens, 3, lengths, group=group, **certain)
         return jax.tree.map(jax.numpy.asarray, rollout)
 
 
@@ -101,7 +101,13 @@ def run(script, task=SortDigits(length=2), **options):  # noqa: B008
     settings = {"num_samples": 4, "greedy": True, "prompts_per_batch": 2, "keep_completions": True} | options
     with Scorer(task, TOKENIZER, Verifiers(processes=1, timeout_seconds=1)) as scorer:
         found = evaluate(
-            sampler, None, scorer, PROMPTS, key=jax.random.key(0), sampling=Sampling(0.6, top_k=3), **settings
+            sampler,
+            None,
+            scorer,
+            encoded(PROMPTS, TOKENIZER),
+            key=jax.random.key(0),
+            sampling=Sampling(0.6, top_k=3),
+            **settings,
         )
     return found, sampler
 

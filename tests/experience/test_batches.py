@@ -5,14 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from p3o_jax.batch.types import Batch, FinishReason, Rollout
+from p3o_jax.batch.types import Batch, FinishReason, Rollout, responses
 from p3o_jax.experience.batches import (
-    PolicyRing,
     local_prompts,
     make_batch,
     minibatches,
     readable,
-    responses,
     rollout_metrics,
 )
 from p3o_jax.tasks import SortDigits
@@ -26,23 +24,28 @@ def make_rollout() -> Rollout:
     rows = [("21=", "12", True), ("21=", "2", True), ("03=", "030", False), ("03=", "03", True)]
     tokens = np.full((4, 8), 5, np.int32)
     log_probs = np.full((4, 8), np.nan, np.float32)
+    versions = np.full((4, 8), 99, np.int32)
+    actions = np.zeros((4, 8), bool)
     lengths = []
     for row, (prompt, response, ended) in enumerate(rows):
         ids = [*encode(prompt), *encode(response), *([0] if ended else [])]
         tokens[row, : len(ids)] = ids
-        lengths.append(len(ids) - 3)
+        lengths.append(len(ids))
+        actions[row, 3 : len(ids)] = True
+        versions[row, 3 : len(ids)] = (4, 4, 3, 3)[row]
         # The log-prob of the token at position t is -t - row / 10.
         log_probs[row, 3 : len(ids)] = -np.arange(3, len(ids)) - row / 10
     return Rollout(
         tokens=tokens,
-        prompt_length=np.full(4, 3, np.int32),
-        response_length=np.asarray(lengths, np.int32),
+        length=np.asarray(lengths, np.int32),
+        action_mask=actions,
         behaviour_log_probs=log_probs,
         temperature=np.asarray([0.6, 0.6, 1.2, 1.2], np.float32),
-        policy_version=np.asarray([4, 4, 3, 3], np.int32),
-        source=np.zeros(4, np.int32),
+        policy_version=versions,
+        source=np.asarray([0, 3, 0, 1], np.int32),
         finish_reason=np.asarray([0, 0, 1, 0], np.int32),
         group=np.asarray([7, 7, 9, 9], np.int32),
+        task=np.asarray([0, 0, 2, 2], np.int32),
     )
 
 
@@ -64,7 +67,9 @@ def test_columns_are_predictions():
             assert batch.behaviour_log_probs[row, column] == np.float32(-(column + 1) - row / 10)
     np.testing.assert_array_equal(batch.advantages[:, 0], [1, 2, 3, 4])
     np.testing.assert_array_equal(batch.inputs.temperature[:, 0], np.float32([0.6, 0.6, 1.2, 1.2]))
-    np.testing.assert_array_equal(batch.staleness[:, 0], [1, 1, 2, 2])
+    np.testing.assert_array_equal(batch.staleness[:, 3], [1, 1, 2, 2])
+    np.testing.assert_array_equal(batch.source[:, 3], [0, 3, 0, 1])
+    np.testing.assert_array_equal(batch.task[:, 3], [0, 0, 2, 2])
     of_learner = make_batch(rollout, np.zeros(4, np.float32), learner_temperature=1.0, step=5)
     assert set(of_learner.inputs.temperature.ravel().tolist()) == {1.0}
 
@@ -110,7 +115,8 @@ def test_what_is_logged_of_rollouts():
 
 
 def test_long_lengths_share_bins():
-    long = make_rollout()._replace(response_length=np.asarray([1, 33, 34, 1000]))
+    actions = np.arange(1001) < np.asarray([[1], [33], [34], [1000]])
+    long = make_rollout()._replace(action_mask=actions, policy_version=np.full(actions.shape, 4))
     lengths = rollout_metrics(long, step=4, longest=1000)["rollout/response_tokens_histogram"]
     assert lengths.edges[[0, 1, -1]].tolist() == [1, 34, 1001]
     assert lengths.counts[[0, 1, 2, -2, -1]].tolist() == [0, 2, 1, 1, 0]
@@ -155,12 +161,22 @@ def rows_of(prompts, group_size):
     return Batch(mask=rows > -1, behaviour_log_probs=rows, advantages=rows)
 
 
-def test_the_ring_samples_with_the_policy_of_k_steps_ago():
-    ring = PolicyRing(2, {0: "p0"})
-    behaviours = []
-    for version in range(1, 6):
-        behaviours.append(ring.behaviour[0])
-        ring.push(version, f"p{version}")
-    assert behaviours == [0, 0, 0, 1, 2]
-    assert ring.newest == "p5"
-    assert sorted(ring.past) == [3, 4, 5]
+def test_a_row_may_have_several_turns_and_versions():
+    """Actions at 3, 4 and 6, of which the last is of a newer policy; the token at 5 is somebody else's."""
+    rollout = make_rollout()
+    rollout.action_mask[2] = [False, False, False, True, True, False, True, False]
+    rollout.policy_version[2] = [99, 99, 99, 3, 3, 99, 5, 99]
+    rollout.behaviour_log_probs[2] = [np.nan, np.nan, np.nan, -1, -2, np.nan, -3, np.nan]
+    batch = make_batch(rollout, np.ones(4, np.float32), learner_temperature=None, step=5)
+    assert np.flatnonzero(batch.mask[2]).tolist() == [2, 3, 5]
+    assert batch.staleness[2][batch.mask[2]].tolist() == [2, 2, 0]
+    row = readable(
+        prompts(), rollout, *np.ones((2, 4), np.float32), np.zeros((4, 7), np.float32), tokenizer=TASK.tokenizer
+    )
+    assert row[2]["behaviour_log_probs"] == [-1, -2, -3] and row[2]["policy_version"] == [3, 3, 5]
+    assert rollout_metrics(rollout, step=5, longest=3)["rollout/staleness_mean"] == (3 + 2 + 2 * 2 + 3 * 2) / 11
+
+
+def test_a_version_that_the_learner_has_not_reached_is_refused():
+    with pytest.raises(ValueError, match="tokens of policy version 4 for a learner that has made 3 steps"):
+        make_batch(make_rollout(), np.ones(4, np.float32), learner_temperature=None, step=3)

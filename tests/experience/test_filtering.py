@@ -12,8 +12,9 @@ import pytest
 from p3o_jax.batch.types import Rollout
 from p3o_jax.config import Config
 from p3o_jax.devices.sharding import MeshShape, make_mesh
-from p3o_jax.experience.filtering import Gathering
+from p3o_jax.experience.filtering import FilteredGroups
 from p3o_jax.experience.scoring import Scores
+from p3o_jax.experience.source import Experience, Sampled
 from p3o_jax.learner.optimizer import OptimizerConfig
 from p3o_jax.models.transformer import TransformerConfig
 from p3o_jax.objectives import Reinforce
@@ -31,15 +32,24 @@ def batch_of(rewards: dict[int, list[float | None]]):
     rows = len(values)
     group = np.repeat(np.asarray(list(rewards), np.int32), 2)
     rollout = Rollout(
-        np.repeat(group[:, None], 4, axis=1), *np.ones((2, rows), np.int32), np.zeros((rows, 4), np.float32),
-        np.ones(rows, np.float32), *np.zeros((3, rows), np.int32), group,
-    )  # fmt: skip
+        tokens=np.repeat(group[:, None], 16, axis=1),
+        length=group + 1,
+        action_mask=(np.arange(16) > 0) & (np.arange(16) <= group[:, None]),  # as many tokens as the group's number
+        behaviour_log_probs=np.zeros((rows, 16), np.float32),
+        temperature=np.ones(rows, np.float32),
+        policy_version=np.zeros((rows, 16), np.int32),
+        source=np.zeros(rows, np.int32),
+        finish_reason=np.zeros(rows, np.int32),
+        group=group,
+        task=np.zeros(rows, np.int32),
+    )
     known = np.asarray([value is not None for value in values])
     no = np.zeros(rows, bool)
     numbers = np.asarray([value or 0.0 for value in values], np.float32)
     names = [f"{index}" for index in group]
     scores = Scores(names, numbers, known, no, names, {"part": numbers}, [""] * rows, ~known, no)
-    return [Prompt(index, "", "", {}) for index in rewards], rollout._replace(response_length=group), scores
+    prompts = [Prompt(index, "", "", {}) for index in rewards]
+    return Experience(prompts, rollout, scores, known, prompts[-1].index + 1, Sampled(rollout, scores), {})
 
 
 FIRST = batch_of({0: [1, 1], 1: [0, 1], 2: [0, 0], 3: [1, None]})
@@ -48,12 +58,21 @@ THIRD = batch_of({8: [0, 0], 9: [0, 1], 10: [1, 0], 11: [1, 0]})
 
 
 def gather(zero_variance, batches, max_batches=9):
-    gathering = Gathering(zero_variance, max_batches, MESH)
-    taken = 0
-    while not gathering.is_full:
-        gathering.add(*batches[taken])
-        taken += 1
-    return taken, gathering.gathered()
+    source = Given(list(batches))
+    found = FilteredGroups(source, zero_variance, max_batches, MESH).next(1, None, None, lambda: None)
+    assert found.cursor == batches[source.taken - 1].cursor
+    return source.taken, found
+
+
+class Given:
+    """A source of batches made before."""
+
+    def __init__(self, batches):
+        self.batches, self.taken = batches, 0
+
+    def next(self, step, weights, clock, pause):
+        self.taken += 1
+        return self.batches[self.taken - 1]
 
 
 def test_kept():
@@ -81,7 +100,7 @@ def test_resampled_until_there_are_enough_in_the_order_they_came():
     assert found.kept.all()
     assert found.scores.completions == [str(group) for group in found.rollout.group]
     assert found.scores.parts["part"].tolist() == found.scores.rewards.tolist() == [0, 1, 0, 1, 1, 0, 0, 1]
-    assert len(found.sampled.group) == 16 and len(found.prompts) == 8
+    assert len(found.sampled.rollout.group) == 16 and len(found.prompts) == 8
     assert found.metrics["rollout/sampled_batches"] == 2
 
 
@@ -92,7 +111,14 @@ def test_what_is_more_than_needed_is_counted_apart():
     assert found.metrics["rollout/dropped/surplus"] == 4  # groups 10 and 11
     assert found.metrics["rollout/dropped/verifier_failed"] == 1
     dropped = [value for tag, value in found.metrics.items() if tag.startswith("rollout/dropped/")]
-    assert sum(dropped) + found.kept.sum() == len(found.sampled.group)
+    assert sum(dropped) + found.kept.sum() == len(found.sampled.rollout.group)
+
+
+def test_a_row_that_failed_and_was_more_than_needed_is_counted_once():
+    """Group 7 comes last and is not needed; the verifier of its second row failed."""
+    _, found = gather("resample", [FIRST, batch_of({4: [0, 1], 5: [0, 1], 6: [0, 1], 7: [0, None]})])
+    counts = [found.metrics[f"rollout/dropped/{reason}"] for reason in ("zero_variance", "surplus", "verifier_failed")]
+    assert sum(counts) + found.kept.sum() == len(found.sampled.rollout.group) == 16
 
 
 def test_where_the_limit_comes_first_the_rest_is_masked():

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from p3o_jax.experience.prompts import evaluation_prompts, prompt_batches
+from p3o_jax.experience.prompts import encoded_batches, evaluation_prompts, prompt_batches
 from p3o_jax.tasks import SortDigits
 from p3o_jax.tasks.base import Prompt
 from p3o_jax.tokenizers.text import CharTokenizer
@@ -104,15 +104,16 @@ def test_prompts_that_are_too_long_are_passed_over_and_the_position_says_so():
         def prompts(self, split, seed):
             return [Prompt(i, "x" * (8 + i), "", {}) for i in range(7)]  # 8, 9, 10 fit; 11 to 14 do not
 
-    task, options = Long(), {"tokenizer": CharTokenizer()}
-    batches = first(prompt_batches(task, 0, 4, **options), 6)
+    task = Long()
+    batches = first(encoded_batches(task, CharTokenizer(), 0, 4), 6)
     assert all(len(batch) == 4 for batch in batches)
-    taken = [prompt.index for batch in batches for prompt in batch]
+    assert all(ids == CharTokenizer().encode(prompt.text) for batch in batches for prompt, ids in batch)
+    taken = [prompt.index for batch in batches for prompt, _ in batch]
     assert taken == sorted(set(taken))
     whole = [prompt.text for batch in first(prompt_batches(task, 0, 7), 8) for prompt in batch]
-    assert [prompt.text for batch in batches for prompt in batch] == [text for text in whole if len(text) <= 10][:24]
-    position = batches[2][-1].index + 1
-    assert first(prompt_batches(task, 0, 4, position=position, **options), 3) == batches[3:]
+    assert [prompt.text for batch in batches for prompt, _ in batch] == [text for text in whole if len(text) <= 10][:24]
+    position = batches[2][-1].prompt.index + 1
+    assert first(encoded_batches(task, CharTokenizer(), 0, 4, position=position), 3) == batches[3:]
 
 
 def test_a_limit_that_no_prompt_meets_is_an_error_and_not_a_hang():
@@ -120,7 +121,7 @@ def test_a_limit_that_no_prompt_meets_is_an_error_and_not_a_hang():
         max_prompt_tokens = 5
 
     with pytest.raises(ValueError, match=r"1000 prompts in a row are longer than .* limit of 5 tokens, .* by 4"):
-        next(prompt_batches(Long(), 0, 4, tokenizer=CharTokenizer()))
+        next(encoded_batches(Long(), CharTokenizer(), 0, 4))
 
 
 def test_no_prompt_is_evaluated_twice(caplog):

@@ -15,6 +15,7 @@ from p3o_jax.rewards import ExactMatch, Function, Part, Prompt, Reward, Tags, We
 from p3o_jax.rewards.pool import Verifiers
 from p3o_jax.tasks import SortDigits
 from p3o_jax.tokenizers.text import CharTokenizer
+from tests.made_rollouts import one_turn
 
 TASK = SortDigits(length=2)
 MESH = make_mesh(MeshShape(), jax.devices()[:1])
@@ -35,17 +36,9 @@ def make_rollout(*completions, truncated=()) -> Rollout:
         tokens[i, 3 : 3 + len(text)] = encode(text)
     cut = np.isin(np.arange(len(completions)), truncated)
     rows = len(completions)
-    return Rollout(
-        tokens=tokens,
-        prompt_length=np.full(rows, 3, np.int32),
-        response_length=np.asarray([len(text) for text in completions], np.int32) + ~cut,
-        behaviour_log_probs=np.full((rows, 12), np.nan, np.float32),
-        temperature=np.ones(rows, np.float32),
-        policy_version=np.zeros(rows, np.int32),
-        source=np.zeros(rows, np.int32),
-        finish_reason=cut.astype(np.int32),
-        group=np.repeat([7, 9], rows // 2).astype(np.int32),
-    )
+    lengths = np.asarray([len(text) for text in completions], np.int32) + ~cut
+    group = np.repeat([7, 9], rows // 2).astype(np.int32)
+    return one_turn(tokens, 3, lengths, finish_reason=cut.astype(np.int32), group=group)
 
 
 PROMPTS = [Prompt(9, "21=", "12", {}), Prompt(7, "43=", "34", {})]
@@ -57,7 +50,7 @@ def score(task, rollout, settings=Verifiers(processes=1, timeout_seconds=1)):  #
 
 
 def metrics_of(scores, rollout, task=TASK):
-    return score_metrics(scores, rollout.group, rollout.source, task, MESH)
+    return score_metrics(scores, rollout.group, rollout.task, task, MESH)
 
 
 def test_scores_are_of_the_rows_own_prompts():

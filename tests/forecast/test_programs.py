@@ -16,9 +16,11 @@ from experiments.quickstart import p3o
 from experiments.shapes import VARIANTS
 from p3o_jax.commands import main as tool
 from p3o_jax.devices.sharding import MeshShape
+from p3o_jax.experience.batches import make_batch
 from p3o_jax.forecast.programs import abstract_batch, device_bytes, report
 from p3o_jax.objectives import P4O
-from p3o_jax.trainer import Trainer
+from p3o_jax.parts import build
+from p3o_jax.runs.stopwatch import Stopwatch
 
 SMALL = replace(
     p3o(),
@@ -44,25 +46,22 @@ def test_a_report_is_of_the_programs_that_run():
 
 
 def test_the_batch_is_the_one_that_a_run_makes():
-    trainer = Trainer(SMALL, jax.devices())
-    _, state, ring, _ = trainer.start()
-    prompts = trainer.evaluation_set[: SMALL.prompts_per_step]
-    rollout = trainer.sample(ring, prompts, 1)
-    from p3o_jax.experience.batches import make_batch
-
+    parts = build(SMALL, jax.devices())
+    _, state, ring, _ = parts.start()
+    rollout = parts.source(0).next(1, ring.behaviour.weights, Stopwatch(1, "sample"), lambda: None).rollout
     ones = np.ones(len(rollout.tokens), np.float32)
     batch = make_batch(rollout, ones, learner_temperature=SMALL.learner_temperature, step=0)
-    real = jax.tree.map(lambda leaf: (leaf.shape[1:], leaf.dtype, leaf.sharding), trainer.updates.minibatches(batch)[0])
-    described = jax.tree.map(lambda leaf: (leaf.shape[1:], leaf.dtype, leaf.sharding), abstract_batch(trainer))
+    real = jax.tree.map(lambda leaf: (leaf.shape[1:], leaf.dtype, leaf.sharding), parts.updates.minibatches(batch)[0])
+    described = jax.tree.map(lambda leaf: (leaf.shape[1:], leaf.dtype, leaf.sharding), abstract_batch(parts))
     assert described._replace(segment_ids=None) == real._replace(segment_ids=None)
-    assert device_bytes(trainer.learner.abstract_state()) == sum(
+    assert device_bytes(parts.learner.abstract_state()) == sum(
         leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(state)
     )
 
 
 def test_an_objective_that_needs_a_snapshot_gets_one():
     config = replace(SMALL, objective=P4O(), minibatches=2)
-    batch = abstract_batch(Trainer(config, jax.devices()))
+    batch = abstract_batch(build(config, jax.devices()))
     assert batch.proximal_log_probs.shape == batch.mask.shape
 
 

@@ -10,6 +10,7 @@ from p3o_jax.batch.types import Batch, Inputs
 from p3o_jax.devices.sharding import MeshShape, make_mesh, to_global
 from p3o_jax.learner.learner import Learner
 from p3o_jax.learner.optimizer import OptimizerConfig
+from p3o_jax.learner.plan import StepPlan
 from p3o_jax.models.transformer import TransformerConfig
 from p3o_jax.objectives import P3O
 
@@ -34,9 +35,11 @@ def make_batch() -> Batch:
 
 
 def gradients(mesh, micro_batches: int) -> tuple[np.ndarray, float]:
-    learner = Learner(MODEL, VOCAB, P3O(), OptimizerConfig(), mesh, num_updates=1, micro_batches=micro_batches)
+    learner = Learner(
+        MODEL, VOCAB, StepPlan(P3O(), micro_batches=micro_batches), OptimizerConfig(), mesh, num_updates=1
+    )
     state = learner.init(jax.random.key(0))
-    found, loss, _, _ = learner.gradients(state.params, to_global(make_batch(), mesh))
+    found, loss, *_ = learner.gradients(state.params, to_global(make_batch(), mesh))
     return np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(jax.device_get(found))]), float(loss)
 
 

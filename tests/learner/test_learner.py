@@ -19,6 +19,7 @@ from p3o_jax.devices.hlo import collectives
 from p3o_jax.devices.sharding import MeshShape, make_mesh, to_global, to_local
 from p3o_jax.learner.learner import Learner
 from p3o_jax.learner.optimizer import OptimizerConfig
+from p3o_jax.learner.plan import StepPlan
 from p3o_jax.models.transformer import TransformerConfig, abstract_model
 from p3o_jax.objectives import P3O, Grpo, Reinforce, objective_loss
 
@@ -49,13 +50,14 @@ def make_batch(rows: int = ROWS, seed: int = 0) -> Batch:
 def make_learner(objective=None, shape=None, micro_batches=1, optimizer=OPTIMIZER) -> Learner:
     """On one device unless a mesh shape over all 8 is given."""
     mesh = make_mesh(shape) if shape else make_mesh(devices=jax.devices()[:1])
-    return Learner(MODEL, VOCAB, objective or P3O(), optimizer, mesh, num_updates=10, micro_batches=micro_batches)
+    plan = StepPlan(objective or P3O(), micro_batches=micro_batches)
+    return Learner(MODEL, VOCAB, plan, optimizer, mesh, num_updates=10)
 
 
 def gradients(learner: Learner, batch: Batch):
     """Gradients as one vector, the loss, and metrics."""
     state = learner.init(jax.random.key(0))
-    found, loss, _, metrics = learner.gradients(state.params, to_global(batch, learner.mesh))
+    found, loss, _, metrics, *_ = learner.gradients(state.params, to_global(batch, learner.mesh))
     flat = np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(jax.device_get(found))])
     return flat, float(loss), jax.device_get(metrics_lib.values(metrics))
 
@@ -191,7 +193,7 @@ def test_supervised_learning_is_reinforce_with_advantage_one():
     batch = batch._replace(advantages=np.ones_like(batch.advantages))
     learner = make_learner(Reinforce())
     state = learner.init(jax.random.key(0))
-    _, loss, _, _ = learner.gradients(state.params, to_global(batch, learner.mesh))
+    _, loss, *_ = learner.gradients(state.params, to_global(batch, learner.mesh))
     log_probs, _ = learner.log_probs(state.params, to_global(batch, learner.mesh))
     assert float(loss) == pytest.approx(-float(log_probs[batch.mask].mean()), rel=1e-6)
 
@@ -208,7 +210,7 @@ def test_log_probs_do_not_depend_on_the_mesh():
 def compiled_collectives(objective, shape, micro_batches=1, num_devices=8):
     """Collectives of the compiled gradient on each device."""
     mesh = make_mesh(shape, jax.devices()[:num_devices])
-    learner = Learner(MODEL, VOCAB, objective, OPTIMIZER, mesh, num_updates=1, micro_batches=micro_batches)
+    learner = Learner(MODEL, VOCAB, StepPlan(objective, micro_batches=micro_batches), OPTIMIZER, mesh, num_updates=1)
     batch = to_global(make_batch(), mesh)
     return collectives(learner.gradients.lower(learner.abstract_state().params, batch).compile().as_text())
 
@@ -241,7 +243,7 @@ def test_the_number_of_collectives_does_not_grow_with_the_mesh():
 
 def test_bfloat16_weights_travel_as_such_and_their_gradients_in_float32():
     mesh, model = make_mesh(MeshShape(data=1, fsdp=8)), replace(MODEL, dtype="bfloat16")
-    learner = Learner(model, VOCAB, P3O(), OPTIMIZER, mesh, num_updates=1)
+    learner = Learner(model, VOCAB, StepPlan(P3O()), OPTIMIZER, mesh, num_updates=1)
     lowered = learner.gradients.lower(learner.abstract_state().params, to_global(make_batch(), mesh)).as_text()
     gathers = re.findall(r"stablehlo.all_gather.*?->.*?x([a-z]+\d+)>", lowered)
     scatters = re.findall(r"stablehlo.reduce_scatter.*?->.*?x([a-z]+\d+)>", lowered, re.DOTALL)

@@ -16,6 +16,7 @@ from p3o_jax.devices.sharding import MeshShape, make_mesh, to_global, to_local
 from p3o_jax.experience.packing import pack
 from p3o_jax.learner.learner import Learner
 from p3o_jax.learner.optimizer import OptimizerConfig
+from p3o_jax.learner.plan import StepPlan
 from p3o_jax.models import attention
 from p3o_jax.models.transformer import Transformer, TransformerConfig, abstract_model
 from p3o_jax.objectives import P3O, P4O, DecoupledPpo, Gspo, P3OSnapshot, SequenceMean, objective_loss
@@ -64,8 +65,8 @@ def with_support(batch: Batch, objective) -> Batch:
 @cache  # and with it what it has compiled
 def make_learner(objective, shape=None, micro_batches=1) -> Learner:
     mesh = make_mesh(shape) if shape else make_mesh(devices=jax.devices()[:1])
-    options = {"num_updates": 10, "micro_batches": micro_batches, "support_tokens": K}
-    return Learner(MODEL, VOCAB, objective, OptimizerConfig(), mesh, **options)
+    plan = StepPlan(objective, micro_batches=micro_batches, support_tokens=K)
+    return Learner(MODEL, VOCAB, plan, OptimizerConfig(), mesh, num_updates=10)
 
 
 @cache
@@ -83,7 +84,7 @@ def gradients(learner: Learner, batch: Batch):
     batch = to_global(batch, learner.mesh)
     if learner.objective.snapshot == "rollout":
         batch = learner.snapshot(params_of(learner, 1), batch)
-    found, loss, _, metrics = learner.gradients(params_of(learner, 0), batch)
+    found, loss, _, metrics, *_ = learner.gradients(params_of(learner, 0), batch)
     flat = np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(jax.device_get(found))])
     return flat, float(loss), jax.device_get(metrics_lib.values(metrics))
 
@@ -172,7 +173,7 @@ def test_snapshot_is_what_an_update_sees():
     log_probs, _ = learner.log_probs(params, batch)
     np.testing.assert_array_equal(seen.proximal_log_probs, log_probs)
     assert seen.support.indices.shape == (ROWS, TOKENS, K)
-    _, _, _, metrics = learner.gradients(params, seen)
+    metrics = learner.gradients(params, seen).metrics
     values = metrics_lib.values(metrics)
     assert float(values["loss/snapshot_kl"]) == pytest.approx(0, abs=1e-6)
     assert float(values["policy/ess/policy_to_proximal"]) == pytest.approx(1, abs=1e-6)

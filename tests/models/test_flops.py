@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from p3o_jax.models.flops import ForwardFlops, forward_flops, update_flops
+from p3o_jax.models.flops import ForwardFlops, forward_flops, training_flops, update_flops
+from p3o_jax.models.lora import Lora
 from p3o_jax.models.transformer import Transformer, TransformerConfig
 
 MODEL = TransformerConfig(num_layers=3, embed_dim=10, num_heads=4, num_kv_heads=2, head_dim=6, mlp_dim=7)
@@ -30,6 +31,16 @@ def test_an_update_is_three_forward_passes_and_what_is_recomputed():
     assert full == (3 * forward.total, forward.total, forward.total)
     assert update_flops(replace(MODEL, remat="none"), 11, 2, 5).recomputed == forward.head
     assert update_flops(replace(MODEL, remat="dots"), 11, 2, 5).recomputed == forward.attention + forward.head
+
+
+def test_adapters_by_hand():
+    """Of width 10 into queries of 24 and an MLP of 7, at rank 2: 2 * 2 * (10 + 24 + 7 + 10) a token and layer."""
+    adapted = replace(MODEL, lora=Lora(rank=2, targets=("query", "down")))
+    forward = forward_flops(MODEL, 11, 2, 5)
+    adapters = 3 * 2 * 5 * 2 * 2 * (10 + 24 + 7 + 10)
+    expected = 2 * (forward.layers + forward.head) + 3 * forward.attention + 3 * adapters
+    assert training_flops(adapted, 11, 2, 5) == expected
+    assert training_flops(MODEL, 11, 2, 5) == 3 * forward.total
 
 
 def test_against_the_compiler():

@@ -15,6 +15,7 @@ from p3o_jax.devices.precision import Precision
 from p3o_jax.devices.sharding import MeshShape, make_mesh, to_global
 from p3o_jax.learner.learner import Learner
 from p3o_jax.learner.optimizer import OptimizerConfig
+from p3o_jax.learner.plan import StepPlan
 from p3o_jax.models import lora
 from p3o_jax.models.lora import Lora
 from p3o_jax.models.transformer import TransformerConfig
@@ -33,7 +34,7 @@ MODEL = replace(PLAIN, lora=ADAPTERS)
 def make_learner(model: TransformerConfig, shape: MeshShape | None = None, micro_batches: int = 1) -> Learner:
     mesh = make_mesh(shape) if shape else make_mesh(devices=jax.devices()[:1])
     optimizer = OptimizerConfig(learning_rate=1e-2, weight_decay=0.1)
-    return Learner(model, VOCAB, P3O(), optimizer, mesh, num_updates=10, micro_batches=micro_batches)
+    return Learner(model, VOCAB, StepPlan(P3O(), micro_batches=micro_batches), optimizer, mesh, num_updates=10)
 
 
 def log_probs(learner: Learner, params) -> np.ndarray:
@@ -137,7 +138,7 @@ def test_the_sampler_gets_merged_weights(updated):
     limits = SamplingLimits(prompt_tokens=4, response_tokens=4, eos_ids=(0,))
     mesh = make_mesh(devices=jax.devices()[:1])
     sampler = Sampler(MODEL, VOCAB, limits, Precision(), mesh)
-    weights = sampler.synchronise(state.params, 3)
+    weights = sampler.publish(state.params, 3)
     expected = jax.jit(lambda params: lora.merged(params, ADAPTERS))(state.params)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), weights.params, expected)
     assert jax.tree.structure(weights) == jax.tree.structure(sampler.abstract_weights())

@@ -18,11 +18,11 @@ from p3o_jax.commands import probe as command
 from p3o_jax.devices.precision import Precision, parse
 from p3o_jax.devices.sharding import make_mesh, to_local
 from p3o_jax.models.transformer import Transformer, TransformerConfig, abstract_model
+from p3o_jax.parts import build
 from p3o_jax.probe import Cell, Mismatch, Prober, Report, Settings, findings, prober
 from p3o_jax.probe import report as probe_report
-from p3o_jax.sampler import Sampler, Sampling, SamplingLimits
+from p3o_jax.sampler import Requests, Sampler, Sampling, SamplingLimits
 from p3o_jax.tokenizers.text import CharTokenizer
-from p3o_jax.trainer import Trainer
 
 TOKENIZER = CharTokenizer("abcdefghijk")
 MODEL = TransformerConfig(num_layers=1, embed_dim=16, num_heads=2, num_kv_heads=2, head_dim=8, mlp_dim=32)
@@ -71,12 +71,12 @@ def reference(probed):
 def test_numbers_are_those_of_the_tokens_drawn(probed, reference, temperature, staleness):
     """The same rollouts again, the learner's distributions by its forward pass, and the statistics in float64."""
     sampler = reference
-    weights = sampler.synchronise(probed.older if staleness else probed.params)
+    weights = sampler.publish(probed.older if staleness else probed.params)
     log_ratio, divergence, of_row, places, tokens = [], [], [], [], []
     for part in (PROMPTS[:2], PROMPTS[2:]):
         options = {"num_samples": 8, "sampling": Sampling(temperature), "support": "exact"}
         indices, prompts = zip(*part, strict=True)
-        rollout = to_local(sampler(weights, prompts, indices, key=jax.random.key(0), **options))
+        rollout = to_local(sampler.generate(weights, Requests(prompts, indices, jax.random.key(0), **options)))
         log_probs = np.asarray(all_log_probs(probed.params, rollout.tokens), np.float64)
         for row, ids in enumerate(rollout.tokens):
             start = rollout.prompt_length[row]
@@ -172,8 +172,8 @@ def test_large_weights_give_no_nan_in_fp8(probed):
 def test_the_ladder_of_the_quickstart_is_in_order():
     """Its policy after the warm start: the coarser a format, and the more of the model is in it, the lower the ESS."""
     config = quickstart.p3o()
-    trainer = Trainer(config, jax.devices()[:1])
-    params = trainer.start().state.params
+    parts = build(config, jax.devices()[:1])
+    params = parts.start().state.params
     ladder = (
         "float32",
         "bfloat16",
@@ -183,10 +183,10 @@ def test_the_ladder_of_the_quickstart_is_in_order():
         "fp8_e5m2/fp8_e5m2/fp8_e5m2",
     )
     tokenizer = config.task.tokenizer
-    prompts = [(prompt.index, tokenizer.encode(prompt.text)) for prompt in trainer.evaluation_set[:128]]
+    prompts = [(prompt.index, ids) for prompt, ids in parts.evaluate.sets[config.task.name][:128]]
     limits = SamplingLimits(config.task.max_prompt_tokens, config.task.max_response_tokens, tokenizer.eos_ids)
     settings = Settings(tuple(map(parse, ladder)), samples_per_prompt=8, prompts_per_batch=128)
-    report = Prober(config.model, tokenizer, limits, trainer.mesh, settings).run(prompts, params)
+    report = Prober(config.model, tokenizer, limits, parts.mesh, settings).run(prompts, params)
     ess = [cell.mismatch.ess for cell in report.cells]
     assert ess == sorted(ess, reverse=True), dict(zip(ladder, ess, strict=True))
     divergences = [cell.mismatch.kl for cell in report.cells]

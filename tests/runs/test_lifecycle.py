@@ -6,22 +6,27 @@ import json
 import os
 import shutil
 import signal
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from p3o_jax import train as train_module
+from p3o_jax.batch.advantages import GroupZScore
+from p3o_jax.batch.keys import Purpose, run_key
 from p3o_jax.config import Config
+from p3o_jax.experience.batches import make_batch
 from p3o_jax.learner.nonfinite import read_dump
 from p3o_jax.learner.warm_start import WarmStart
 from p3o_jax.runs import status as run_status
 from p3o_jax.runs.checkpoint import Checkpoints, steps_in
 from p3o_jax.runs.preemption import Preempted
+from p3o_jax.sampler import Sampler
 from p3o_jax.train import train
-from p3o_jax.trainer import Trainer
 from p3o_jax.writers import read_metrics
 from tests import small_run
 
@@ -93,23 +98,23 @@ def test_a_run_that_is_asked_to_end_saves_and_is_the_run(whole, tmp_path, monkey
     """Asked while it samples the second step, which it does not wait for; asked again in the middle of the third.
     Its checkpoints are not due at either. The same command, with --resume, starts it and continues it."""
     path, rarely = tmp_path / "run", replace(SMALL, save_every=9)
-    sample, advantages, before = Trainer.sample, Trainer.advantages, signal.getsignal(signal.SIGTERM)
+    before = signal.getsignal(signal.SIGTERM)
 
-    def asked_at(step_asked):
-        def asked(self, ring, prompts, step):
-            if step == step_asked:
-                os.kill(os.getpid(), signal.SIGTERM)
-            return sample(self, ring, prompts, step)
+    def asked_while_sampling(self, weights, requests, generate=Sampler.generate):
+        if requests.key == run_key(SMALL.seed, Purpose.TRAIN, 2):
+            os.kill(os.getpid(), signal.SIGTERM)
+        return generate(self, weights, requests)
 
-        return asked
-
-    def asked(self, gathered):
+    def asked_after_the_rewards(*arguments, compute=make_batch, **options):
         os.kill(os.getpid(), signal.SIGTERM)
-        return advantages(self, gathered)
+        return compute(*arguments, **options)
 
-    for name, replacement, made in (("sample", asked_at(2), 1), ("advantages", asked, 2)):
+    for where, name, replacement, made in (
+        (Sampler, "generate", asked_while_sampling, 1),
+        (train_module, "make_batch", asked_after_the_rewards, 2),
+    ):
         with monkeypatch.context() as patched:
-            patched.setattr(Trainer, name, replacement)
+            patched.setattr(where, name, replacement)
             with pytest.raises(Preempted, match=f"has a checkpoint of step {made}; --resume"):
                 run(path, rarely, resume=True)
         assert signal.getsignal(signal.SIGTERM) == before
@@ -122,27 +127,27 @@ def test_a_run_that_is_asked_to_end_saves_and_is_the_run(whole, tmp_path, monkey
 
 
 def test_asked_in_the_warm_start_it_ends_before_the_first_step(tmp_path, monkeypatch):
-    monkeypatch.setattr(Trainer, "start", lambda self, pause: os.kill(os.getpid(), signal.SIGTERM) or pause())
+    monkeypatch.setattr(Parts, "start", lambda self, pause: os.kill(os.getpid(), signal.SIGTERM) or pause())
     with pytest.raises(Preempted, match="before the first step"):
         run(tmp_path / "run", replace(SMALL, warm_start=WarmStart()))
 
 
-@pytest.fixture
-def poison(monkeypatch):
-    """Makes the advantages of the third step's prompts NaN, whichever step they come in."""
-    advantages = Trainer.advantages
+@dataclass(frozen=True)
+class Poisoned(GroupZScore):
+    """Advantages of the third step's prompts are NaN, whichever step they come in."""
 
-    def poisoned(self, gathered):
-        clean, group = advantages(self, gathered), gathered.rollout.group
-        return np.where((group >= 2 * OF_A_STEP) & (group < 3 * OF_A_STEP), np.nan, clean).astype(np.float32)
-
-    monkeypatch.setattr(Trainer, "advantages", poisoned)
+    def __call__(self, rewards, group, known):
+        bad = (group >= 2 * OF_A_STEP) & (group < 3 * OF_A_STEP)
+        return jnp.where(bad, jnp.nan, super().__call__(rewards, group, known))
 
 
-def test_poisoned_data_end_the_run_and_are_kept(whole, tmp_path, poison):
+POISONED = replace(SMALL, advantages=Poisoned())
+
+
+def test_poisoned_data_end_the_run_and_are_kept(whole, tmp_path):
     path = tmp_path / "run"
     with pytest.raises(FloatingPointError, match=r"2 updates in a row .*; the batch is in .*/nonfinite/step_3\.npz"):
-        run(path)
+        run(path, POISONED)
     assert steps_in(path / "checkpoints") == [1, 2]
     status = run_status.read(path)
     assert status["state"] == "failed" and status["reason"].startswith("2 updates in a row")
@@ -154,10 +159,10 @@ def test_poisoned_data_end_the_run_and_are_kept(whole, tmp_path, poison):
 
 
 @pytest.mark.slow
-def test_a_run_goes_back_and_on_with_other_data(whole, tmp_path, poison):
+def test_a_run_goes_back_and_on_with_other_data(whole, tmp_path):
     """To the checkpoint before; the third step is made of the fourth step's prompts, and the run goes on to its end."""
     path = tmp_path / "run"
-    config = replace(SMALL, roll_back=1)
+    config = replace(POISONED, roll_back=1)
     run(path, config)
     assert [line["step"] for line in lines(path)] == [1, 2, 3, 4]
     assert lines(path)[:2] == lines(whole)[:2]
@@ -171,9 +176,9 @@ def test_a_run_goes_back_and_on_with_other_data(whole, tmp_path, poison):
 
 
 @pytest.mark.long
-def test_between_skipped_updates_no_checkpoint_takes_the_place_of_a_good_one(tmp_path, poison, monkeypatch):
+def test_between_skipped_updates_no_checkpoint_takes_the_place_of_a_good_one(tmp_path, monkeypatch):
     path, saved, save = tmp_path / "run", [], Checkpoints.save
     monkeypatch.setattr(Checkpoints, "save", lambda self, step, *rest: saved.append(step) or save(self, step, *rest))
-    run(path, replace(SMALL, max_skipped_updates=9, keep_checkpoints=1))
+    run(path, replace(POISONED, max_skipped_updates=9, keep_checkpoints=1))
     assert [line["optim/skipped_updates_in_a_row"] for line in lines(path)] == [0, 0, 2, 0]
     assert saved == [1, 2, 4]

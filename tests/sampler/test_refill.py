@@ -16,7 +16,7 @@ from p3o_jax.devices.precision import Precision
 from p3o_jax.devices.sharding import MeshShape, make_mesh, to_local
 from p3o_jax.models.log_probs import token_log_probs
 from p3o_jax.models.transformer import TransformerConfig, abstract_model
-from p3o_jax.sampler import Sampler, Sampling, SamplingLimits, decode
+from p3o_jax.sampler import Requests, Sampler, Sampling, SamplingLimits, decode
 from tests.sampler.test_sampler import CONFIG, LIMITS, PROMPTS, VOCAB, one_device, response, sample, weights_of
 
 SETTINGS = [Sampling(0.7 + 0.1 * i, top_k=(None, 8)[i % 2], top_p=(1.0, 0.95)[i // 2 % 2]) for i in range(len(PROMPTS))]
@@ -106,12 +106,12 @@ def test_one_program_for_each_bucket_of_lengths(monkeypatch):
     monkeypatch.setattr(decode, "sample", lambda *arguments: traced.append(1) or sample(*arguments))
     limits = SamplingLimits(prompt_tokens=20, response_tokens=3, eos_ids=(0,))
     sampler = Sampler(CONFIG, VOCAB, limits, Precision(), one_device())
-    weights = sampler.synchronise(weights_of(CONFIG, VOCAB))
+    weights = sampler.publish(weights_of(CONFIG, VOCAB))
 
     def tokens(lengths, indices, temperature, room):
         prompts = [[1 + i % 9 for i in range(length)] for length in lengths]
         options = {"sampling": Sampling(temperature), "response_limits": [room] * len(lengths)}
-        return to_local(sampler(weights, prompts, indices, key=jax.random.key(3), **options))
+        return to_local(sampler.generate(weights, Requests(prompts, indices, jax.random.key(3), **options)))
 
     short = tokens([5, 16], [0, 1], 1.0, 3)
     assert short.tokens.shape == (2, 23)
@@ -152,12 +152,12 @@ def test_sampler_and_learner_agree_after_refills_and_weight_updates(format, scal
     for update in range(4):
         params = weights_of(CONFIG, VOCAB, scale, seed=update)
         rollout = to_local(
-            sampler(
-                sampler.synchronise(params, update), prompts, range(len(prompts)), key=jax.random.key(update),
-                num_samples=4, sampling=settings,
+            sampler.generate(
+                sampler.publish(params, update),
+                Requests(prompts, range(len(prompts)), jax.random.key(update), 4, settings),
             )
-        )  # fmt: skip
-        assert set(rollout.policy_version.tolist()) == {update}
+        )
+        assert set(rollout.policy_version.ravel().tolist()) == {update}
         log_ratio = learner(params, rollout.tokens, rollout.temperature) - rollout.behaviour_log_probs[:, 1:]
         at = np.arange(1, rollout.tokens.shape[1])
         start = rollout.prompt_length[:, None]

@@ -15,10 +15,10 @@ from flax import nnx
 from p3o_jax.batch.types import FinishReason, Rollout
 from p3o_jax.devices.precision import Precision
 from p3o_jax.devices.sharding import MeshShape, make_mesh, to_local
-from p3o_jax.experience.batches import check_log_probs, response_mask
+from p3o_jax.experience.batches import check_log_probs
 from p3o_jax.models.log_probs import token_log_probs
 from p3o_jax.models.transformer import Transformer, TransformerConfig, abstract_model
-from p3o_jax.sampler import Sampler, Sampling, SamplingLimits
+from p3o_jax.sampler import Requests, Sampler, Sampling, SamplingLimits
 
 VOCAB = 12
 CONFIG = TransformerConfig(
@@ -46,10 +46,10 @@ def sampler_of(mesh, limits: SamplingLimits = LIMITS) -> Sampler:
 
 def sample(mesh=None, *, limits=LIMITS, prompts=PROMPTS, indices=None, seed=0, version=0, **options) -> Rollout:
     sampler = sampler_of(mesh or one_device(), limits)
-    weights = sampler.synchronise(weights_of(CONFIG, VOCAB), version)
+    weights = sampler.publish(weights_of(CONFIG, VOCAB), version)
     indices = range(len(prompts)) if indices is None else indices
     options.setdefault("sampling", Sampling(options.pop("temperature", 1.0)))
-    return to_local(sampler(weights, prompts, list(indices), key=jax.random.key(seed), **options))
+    return to_local(sampler.generate(weights, Requests(prompts, list(indices), jax.random.key(seed), **options)))
 
 
 @jax.jit
@@ -83,10 +83,10 @@ def test_log_probs_are_the_learners(temperature):
 def test_no_log_prob_is_above_0(temperature):
     """Of nearly certain tokens, as the loop computes them, where the compiler may round logits / T in two ways."""
     sampler = sampler_of(one_device(), SamplingLimits(6, 12, eos_ids=()))
-    weights = sampler.synchronise(weights_of(CONFIG, VOCAB, scale=16.0))
+    weights = sampler.publish(weights_of(CONFIG, VOCAB, scale=16.0))
     prompts = [[1 + i % 11, 2] for i in range(32)]
     options = {"key": jax.random.key(0), "num_samples": 8, "sampling": Sampling(temperature)}
-    rollout = to_local(sampler(weights, prompts, range(32), **options))
+    rollout = to_local(sampler.generate(weights, Requests(prompts, range(32), **options)))
     log_probs = rollout.behaviour_log_probs[:, 2:14]
     assert log_probs.max() <= 0
     assert (log_probs > -1e-6).mean() > 0.01
@@ -117,13 +117,8 @@ def test_distribution_equals_enumeration_at_a_temperature():
     assert sum(np.exp(sum(steps)) for steps in exact.values()) == pytest.approx(1.0, abs=1e-5)
 
     rollout = to_local(
-        sampler(
-            sampler.synchronise(params),
-            [[2, 1]],
-            [0],
-            key=jax.random.key(0),
-            num_samples=count,
-            sampling=Sampling(temperature),
+        sampler.generate(
+            sampler.publish(params), Requests([[2, 1]], [0], jax.random.key(0), count, Sampling(temperature))
         )
     )
     counts: dict[tuple, int] = dict.fromkeys(exact, 0)
@@ -213,7 +208,7 @@ def test_finish_reasons_lengths_and_groups():
         assert rollout.tokens[row, : rollout.prompt_length[row]].tolist() == prompt
     assert seen == set(FinishReason)
     np.testing.assert_array_equal(rollout.group, np.repeat(np.arange(len(PROMPTS)), 16))
-    assert set(rollout.policy_version.tolist()) == {5}
+    assert set(rollout.policy_version.ravel().tolist()) == {5}
     np.testing.assert_allclose(rollout.temperature, 1.2)
 
 
@@ -234,19 +229,19 @@ def test_weights_that_are_not_finite_are_seen_in_the_log_probs():
     """Of what is drawn and of what is most likely: an evaluation of such weights is an error, not a score of 0."""
     sampler = sampler_of(one_device())
     params = jax.tree.map(lambda leaf: leaf * jnp.nan, weights_of(CONFIG, VOCAB))
-    weights = sampler.synchronise(params)
+    weights = sampler.publish(params)
     for greedy in (False, True):
-        rollout = to_local(sampler(weights, PROMPTS, range(8), key=jax.random.key(0), greedy=greedy))
+        rollout = to_local(sampler.generate(weights, Requests(PROMPTS, range(8), jax.random.key(0), greedy=greedy)))
         with pytest.raises(ValueError, match=r"log-probs are missing or positive.*are the weights finite"):
-            check_log_probs(rollout, response_mask(rollout))
+            check_log_probs(rollout, rollout.action_mask)
 
 
 def test_bfloat16_is_a_setting_and_says_so_in_its_log_probs():
     """The sampler's own precision: log-probs differ from float32's, and are those of what it computed."""
     sampler = Sampler(CONFIG, VOCAB, LIMITS, Precision("bfloat16", "bfloat16", "bfloat16"), one_device())
-    weights = sampler.synchronise(weights_of(CONFIG, VOCAB))
+    weights = sampler.publish(weights_of(CONFIG, VOCAB))
     assert {leaf.dtype for leaf in jax.tree.leaves(weights.params)} == {jnp.dtype("bfloat16")}
-    rollout = to_local(sampler(weights, PROMPTS, range(len(PROMPTS)), key=jax.random.key(0)))
+    rollout = to_local(sampler.generate(weights, Requests(PROMPTS, range(len(PROMPTS)), jax.random.key(0))))
     assert rollout.behaviour_log_probs.dtype == np.float32
     reference = sample()
     differences = [
@@ -262,7 +257,7 @@ def test_synchronise_copies():
     """The learner donates its buffers, so the sampler's weights must not be the same ones."""
     sampler = Sampler(CONFIG, VOCAB, LIMITS, Precision(), one_device())
     params = weights_of(CONFIG, VOCAB)
-    weights = sampler.synchronise(params)
+    weights = sampler.publish(params)
     jax.tree.map(lambda leaf: leaf.delete(), params)
     assert all(bool(jnp.isfinite(leaf).all()) for leaf in jax.tree.leaves(weights))
 

@@ -11,7 +11,7 @@ from flax import nnx
 from p3o_jax.devices.precision import Precision
 from p3o_jax.devices.sharding import make_mesh, to_local
 from p3o_jax.models.transformer import Transformer, TransformerConfig, abstract_model
-from p3o_jax.sampler import Sampler, Sampling, SamplingLimits
+from p3o_jax.sampler import Requests, Sampler, Sampling, SamplingLimits
 from p3o_jax.sampler.sampling import RowSampling, Truncation, _invert, draw, sampled_log_probs
 
 SETTINGS = [
@@ -153,7 +153,7 @@ def tiny():
     params = jax.tree.map(lambda leaf: leaf * 0.5, nnx.state(Transformer(MODEL, VOCAB, nnx.Rngs(0))))
     model = nnx.merge(abstract_model(MODEL, VOCAB)[0], params)
     hidden, _ = jax.jit(model.hidden)(jnp.asarray([[2, 1]]), jnp.asarray([[0, 1]]))
-    return sampler, sampler.synchronise(params), np.asarray(model.logits(hidden)[0, -1])
+    return sampler, sampler.publish(params), np.asarray(model.logits(hidden)[0, -1])
 
 
 @pytest.mark.parametrize("sampling", SETTINGS[1:6], ids=["temperature", "top_k", "top_p", "min_p", "all"])
@@ -161,7 +161,7 @@ def test_200_000_samples_match_the_exact_distribution(tiny, sampling):
     """Chi-square with its mean, the degrees of freedom f, and its deviation sqrt(2 f): five above are refused."""
     sampler, weights, logits = tiny
     count = 200_000
-    rollout = to_local(sampler(weights, [[2, 1]], [0], key=jax.random.key(7), num_samples=count, sampling=sampling))
+    rollout = to_local(sampler.generate(weights, Requests([[2, 1]], [0], jax.random.key(7), count, sampling)))
     probs = exact(logits, sampling)
     tokens = rollout.tokens[:, 2]
     counts = np.bincount(tokens, minlength=VOCAB)

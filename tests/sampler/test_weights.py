@@ -16,7 +16,7 @@ from p3o_jax.devices.precision import Precision
 from p3o_jax.devices.sharding import MeshShape, make_mesh, split_devices, to_local
 from p3o_jax.models.quantised import quantise_weights
 from p3o_jax.models.transformer import TransformerConfig, abstract_model, weight_specs
-from p3o_jax.sampler import Sampler, SamplingLimits
+from p3o_jax.sampler import Requests, Sampler, SamplingLimits
 from p3o_jax.sampler.weights import WeightFormat
 
 VOCAB = 16
@@ -62,11 +62,11 @@ def test_a_rollout_names_the_weights_that_made_it_and_no_others_are_used(numbers
     mesh = make_mesh(devices=jax.devices()[:1])
     sampler = Sampler(CONFIG, VOCAB, LIMITS, INT8, mesh)
     versions = {3: numbers, 4: jax.tree.map(lambda leaf: leaf * 1.5, numbers)}
-    weights = {version: sampler.synchronise(params, version) for version, params in versions.items()}
+    weights = {version: sampler.publish(params, version) for version, params in versions.items()}
     rollouts: dict[int, list] = {3: [], 4: []}
     for version in (3, 4, 3, 4):
-        rollout = to_local(sampler(weights[version], PROMPTS, range(8), key=jax.random.key(0)))
-        assert set(rollout.policy_version.tolist()) == {version}
+        rollout = to_local(sampler.generate(weights[version], Requests(PROMPTS, range(8), jax.random.key(0))))
+        assert set(rollout.policy_version.ravel().tolist()) == {version}
         rollouts[version].append(rollout)
     for first, second in rollouts.values():
         jax.tree.map(np.testing.assert_array_equal, first, second)
@@ -86,7 +86,7 @@ MESHES = {
 def expected(numbers):
     """Rollouts of one device."""
     alone = Sampler(CONFIG, VOCAB, LIMITS, INT8_WEIGHTS, make_mesh(devices=jax.devices()[:1]))
-    return to_local(alone(alone.synchronise(numbers, 1), PROMPTS, range(8), key=jax.random.key(0)))
+    return to_local(alone(alone.publish(numbers, 1), PROMPTS, range(8), key=jax.random.key(0)))
 
 
 @pytest.mark.parametrize("name", MESHES)
@@ -96,9 +96,9 @@ def test_the_same_tokens_on_a_mesh_of_its_own(numbers, expected, name):
     of_learner, of_sampler = split_devices(jax.devices(), apart)
     learner_mesh, mesh = make_mesh(learner, of_learner), make_mesh(own, of_sampler)
     sampler = Sampler(CONFIG, VOCAB, LIMITS, INT8_WEIGHTS, mesh, learner_mesh)
-    weights = sampler.synchronise(on_learner(numbers, learner_mesh), 1)
+    weights = sampler.publish(on_learner(numbers, learner_mesh), 1)
     assert all(leaf.sharding.device_set == set(of_sampler) for leaf in jax.tree.leaves(weights))
-    got = to_local(sampler(weights, PROMPTS, range(8), key=jax.random.key(0)))
+    got = to_local(sampler.generate(weights, Requests(PROMPTS, range(8), jax.random.key(0))))
     np.testing.assert_array_equal(got.response_length, expected.response_length)
     for row in range(8):
         written = slice(0, got.prompt_length[row] + got.response_length[row])

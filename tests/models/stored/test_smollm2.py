@@ -16,7 +16,7 @@ from p3o_jax.devices.precision import Precision
 from p3o_jax.experience.batches import responses
 from p3o_jax.models.transformer import abstract_model
 from p3o_jax.policies import Policy, load_policy
-from p3o_jax.sampler import Sampler, SamplingLimits
+from p3o_jax.sampler import Requests, Sampler, SamplingLimits
 from p3o_jax.tokenizers.hf import HfTokenizer
 from tests.models.stored_models import DATA
 
@@ -73,8 +73,8 @@ def test_greedy_answers_are_those_of_transformers_and_sensible(policy):
     limits = SamplingLimits(64, 24, policy.tokenizer.eos_ids)
     sampler = Sampler(policy.model, policy.tokenizer.vocab_size, limits, Precision(), MESH)
     prompts = [policy.tokenizer.encode(prompt["prompt"]) for prompt in PROMPTS]
-    weights = sampler.synchronise(policy.params)
-    rollout = sampler(weights, prompts, range(len(prompts)), key=jax.random.key(0), greedy=True)
+    weights = sampler.publish(policy.params)
+    rollout = sampler.generate(weights, Requests(prompts, range(len(prompts)), jax.random.key(0), greedy=True))
     answers = [policy.tokenizer.decode(ids) for ids in responses(sharding.to_local(rollout))]
     assert answers == [prompt["answer"] for prompt in PROMPTS]
     words = ("Paris", "5", "Golden", "cold", "7 days", "Mars", "", "carbon dioxide", "Shakespeare", "100")

@@ -32,7 +32,7 @@ SOURCE = np.array([[0, 0, 1, 1, 1, 1], [1, 1, 0, 0, 0, 0]])
 def test_by_hand():
     batch = make_batch(MASK, STALENESS, SOURCE)
     log_probs = jnp.asarray(np.log(RATIOS) - 1.0, jnp.float32)
-    found = ess_breakdowns(log_probs, batch, num_staleness=4, num_sources=2)
+    found = ess_breakdowns(log_probs, batch, max_staleness=3, num_tasks=1, num_sources=2)
     values = logged(metrics.values(found))
     assert values == {
         "policy/ess/staleness=0": pytest.approx(ess([6, 7])),
@@ -43,16 +43,38 @@ def test_by_hand():
         "policy/ess/position=4-15": pytest.approx(ess([4, 5])),
     }
     none = batch._replace(staleness=None, source=None)
-    assert ess_breakdowns(log_probs, none, num_staleness=1, num_sources=1).keys() == {"policy/ess/position"}
+    assert ess_breakdowns(log_probs, none, max_staleness=0, num_tasks=1).keys() == {"policy/ess/position"}
 
 
 def test_positions_are_buckets_of_four_times_the_length():
     mask = jnp.ones((1, 20000), bool)
     zeros = np.zeros(mask.shape, np.int32)
-    found = ess_breakdowns(jnp.full(mask.shape, -1.0), make_batch(mask, zeros, zeros), num_staleness=1, num_sources=1)
+    batch = make_batch(mask, zeros, zeros)
+    found = ess_breakdowns(jnp.full(mask.shape, -1.0), batch, max_staleness=0, num_tasks=1)
     counts = found["policy/ess/position"].count.tolist()
     assert counts == [3, 12, 48, 192, 768, 3072, 12288, 20000 - 16383]
     assert len(counts) == len(POSITIONS)
+
+
+def test_no_staleness_is_in_no_bucket():
+    """Buckets twice as long each from 4 on; what is older than was expected counts as the oldest that was."""
+    ages = [0, 1, 3, 4, 7, 8, 255, 256, 10**6]
+    mask = jnp.ones((1, len(ages)), bool)
+    batch = make_batch(mask, np.asarray([ages]), np.zeros(mask.shape, np.int32))
+    log_probs = jnp.full(mask.shape, -1.0)
+    found = logged(metrics.values(ess_breakdowns(log_probs, batch, max_staleness=10**6, num_tasks=1)))
+    names = [tag.rpartition("=")[2] for tag in found if "staleness" in tag]
+    assert names == ["0", "1", "3", "4-7", "8-15", "128-255", "256-"]
+    few = ess_breakdowns(log_probs, batch, max_staleness=4, num_tasks=1)["policy/ess/staleness"]
+    assert few.count.tolist() == [1, 1, 0, 1, 6]
+
+
+def test_tasks_and_sources_are_told_apart():
+    task = jnp.asarray(1 - SOURCE)
+    batch = make_batch(MASK, STALENESS, SOURCE)._replace(task=task)
+    log_probs = jnp.asarray(np.log(RATIOS) - 1.0, jnp.float32)
+    found = logged(metrics.values(ess_breakdowns(log_probs, batch, max_staleness=2, num_tasks=2, num_sources=2)))
+    assert found["policy/ess/task=1"] == pytest.approx(found["policy/ess/source=0"]) == pytest.approx(ess([1, 2]))
 
 
 def of_groups(ratios, groups) -> EssByGroup:

@@ -108,7 +108,7 @@ def test_what_is_logged_of_rollouts():
     metrics = rollout_metrics(make_rollout(), step=4, longest=3)
     assert metrics["rollout/response_tokens_mean"] == (3 + 2 + 3 + 3) / 4
     assert metrics["rollout/truncated_fraction"] == 0.25
-    assert metrics["rollout/staleness_mean"] == 0.5
+    assert metrics["rollout/staleness_mean"] == (3 + 3) / (3 + 2 + 3 + 3)  # of tokens
     lengths = metrics["rollout/response_tokens_histogram"]
     assert lengths.edges.tolist() == [1, 2, 3, 4]
     assert lengths.counts.tolist() == [0, 0, 1, 3, 0]  # a bin a length, and the open ends

@@ -31,7 +31,7 @@ class Judged(SortDigits):
 def make_rollout(*completions, truncated=()) -> Rollout:
     """Two responses a prompt, to prompts 7 and 9; garbage at padding."""
     encode = CharTokenizer().encode
-    tokens = np.full((len(completions), 12), 5, np.int32)
+    tokens = np.full((len(completions), 16), 5, np.int32)
     for i, text in enumerate(completions):
         tokens[i, 3 : 3 + len(text)] = encode(text)
     cut = np.isin(np.arange(len(completions)), truncated)

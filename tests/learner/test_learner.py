@@ -171,8 +171,8 @@ def test_a_bad_row_changes_nothing_anywhere(poison, shape):
 
     state, _ = learner.update(learner.init(jax.random.key(0)), good)
     before = jax.device_get(state)
-    state, metrics = learner.update(state, bad)
-    after, metrics = jax.device_get((state, metrics_lib.values(metrics)))
+    state, update = learner.update(state, bad)
+    after, metrics = jax.device_get((state, metrics_lib.values(update.metrics)))
     for a, b in zip(jax.tree.leaves(before[:3]), jax.tree.leaves(after[:3]), strict=True):
         np.testing.assert_array_equal(a, b)
     assert (int(after.num_skipped), int(after.num_skipped_in_a_row)) == (1, 1)
@@ -266,8 +266,8 @@ def test_learning_rate_rises_then_decays_by_applied_updates():
     learner = make_learner(optimizer=optimizer)
     state, rates = learner.init(jax.random.key(0)), []
     for seed in range(4):
-        state, metrics = learner.update(state, to_global(make_batch(seed=seed), learner.mesh))
-        rates.append(float(metrics["optim/learning_rate"].value()))
+        state, update = learner.update(state, to_global(make_batch(seed=seed), learner.mesh))
+        rates.append(float(update.metrics["optim/learning_rate"].value()))
     np.testing.assert_allclose(rates, [1e-3 / 3, 2e-3 / 3, 1e-3, 1e-3 * 7 / 8], rtol=1e-5)
 
 

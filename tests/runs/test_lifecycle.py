@@ -22,6 +22,7 @@ from p3o_jax.config import Config
 from p3o_jax.experience.batches import make_batch
 from p3o_jax.learner.nonfinite import read_dump
 from p3o_jax.learner.warm_start import WarmStart
+from p3o_jax.parts import Parts
 from p3o_jax.runs import status as run_status
 from p3o_jax.runs.checkpoint import Checkpoints, steps_in
 from p3o_jax.runs.preemption import Preempted

@@ -266,7 +266,7 @@ def test_synchronise_copies():
     ("call", "message"),
     [
         (lambda: sample(sampling=[Sampling()]), "1 sampling for 8 prompts"),
-        (lambda: sample(indices=[1, 2]), "2 prompt_indices for 8 prompts"),
+        (lambda: sample(indices=[1, 2]), "2 indices for 8 prompts"),
         (lambda: sample(response_limits=[9] * 7 + [10]), "response limit is 10, allowed are 1 to 9"),
         (lambda: sample(response_limits=[0] * 8), "response limit is 0"),
         (lambda: sample(response_limits=[2.9] * 8), "response limit must be a whole number, got .*2.9"),

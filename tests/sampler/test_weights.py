@@ -86,7 +86,7 @@ MESHES = {
 def expected(numbers):
     """Rollouts of one device."""
     alone = Sampler(CONFIG, VOCAB, LIMITS, INT8_WEIGHTS, make_mesh(devices=jax.devices()[:1]))
-    return to_local(alone(alone.publish(numbers, 1), PROMPTS, range(8), key=jax.random.key(0)))
+    return to_local(alone.generate(alone.publish(numbers, 1), Requests(PROMPTS, range(8), jax.random.key(0))))
 
 
 @pytest.mark.parametrize("name", MESHES)

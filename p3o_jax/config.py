@@ -368,5 +368,5 @@ def _reason(error: BaseException, expected: type | None) -> str:
 
 def load(path: Any) -> Config:
     """Reads a `config.json`."""
-    with open(path) as file:
+    with open(path, "rb") as file:
         return from_json(json.load(file))

@@ -194,13 +194,10 @@ def _prompts(asked: Arguments, policy: Policy) -> tuple[list[tuple[int, list[int
     """Prompts, each with its index (in a file, its line from 0), and the longest response."""
     from p3o_jax.commands.experiment import configuration
     from p3o_jax.experience.prompts import evaluation_prompts
+    from p3o_jax.json_lines import read_text_lines
 
     if asked.prompts is not None:
-        try:
-            lines = asked.prompts.read_text(encoding="utf-8-sig").split("\n")
-        except UnicodeDecodeError as error:
-            raise ValueError(f"probe: {asked.prompts} is not UTF-8: {error}") from None
-        texts, limit = [(i, line.removesuffix("\r")) for i, line in enumerate(lines) if line.strip()], 128
+        texts, limit = [(i, line) for i, line in enumerate(read_text_lines(asked.prompts)) if line.strip()], 128
         if not texts:
             raise ValueError(f"probe: there is no prompt in {asked.prompts}")
     else:

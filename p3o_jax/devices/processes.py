@@ -13,6 +13,8 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
+from p3o_jax.json_lines import first_line
+
 _MESSAGE_BYTES = 1024
 _SHUTDOWN_SECONDS = 30
 """How long a process that ends waits for the others, which end with it if they were not about to."""
@@ -50,7 +52,7 @@ def initialize() -> None:
 def end_at_once(error: BaseException) -> NoReturn:
     """Ends this process with status 1 and one line, without waiting for the others as an orderly exit would."""
     text = str(error)
-    reason = text.splitlines()[0][:300] if text else type(error).__name__
+    reason = first_line(error)[:300]
     lost = any(word in text.lower() for word in _LOST)
     what = "another process is lost, and this one ends with it" if lost else "failed on a device"
     sys.stdout.flush()

@@ -22,6 +22,7 @@ from p3o_jax.config import Config
 from p3o_jax.devices import hlo, sharding
 from p3o_jax.devices.chips import CHIPS, Chip
 from p3o_jax.experience.batches import make_batch
+from p3o_jax.json_lines import first_line
 from p3o_jax.models import lora
 from p3o_jax.models.flops import forward_flops, update_flops
 from p3o_jax.sampler.decode import Options
@@ -47,7 +48,7 @@ def topology(name: str, num_slices: int = 1) -> list[jax.Device]:
     try:
         return list(topologies.get_topology_desc(name, "tpu", **options).devices)
     except Exception as error:  # of several types, by version
-        reason = str(error).splitlines()[0]
+        reason = first_line(error)
         raise ValueError(f"no topology {name!r}: {reason} (libtpu comes with pip install 'p3o_jax[tpu]')") from error
 
 

@@ -124,7 +124,7 @@ class RunDirectory:
     def _check_same_run(self, config: Mapping[str, Any], may_differ: Sequence[str]) -> None:
         path = self.path / "config.json"
         try:
-            before = json.loads(path.read_text())
+            before = json.loads(path.read_bytes())
         except ValueError as error:
             raise ValueError(f"{path} is damaged: {error}") from error
         # As JSON, so that tuples are lists on both sides.
@@ -142,11 +142,11 @@ class RunDirectory:
 
     def _record(self, config: Mapping[str, Any], argv: Sequence[str]) -> None:
         as_json = json.dumps(config, indent=2, allow_nan=False) + "\n"  # before anything is written
-        with open(self.path / "command.txt", "a") as file:
+        with open(self.path / "command.txt", "a", encoding="utf-8") as file:
             file.write(shlex.join(argv) + "\n")
         starts_path = self.path / "environment.json"
         try:
-            starts = json.loads(starts_path.read_text()) if starts_path.exists() else []
+            starts = json.loads(starts_path.read_bytes()) if starts_path.exists() else []
         except ValueError as error:
             raise ValueError(f"{starts_path} is damaged: {error}; move it away to go on without it") from error
         write_atomically(starts_path, json.dumps([*starts, environment()], indent=2) + "\n")
@@ -189,7 +189,7 @@ def _differences(before: Any, now: Any, prefix: str = "") -> Iterator[tuple[str,
 def write_atomically(path: Path, text: str) -> None:
     """Writes a file so that a crash leaves the old one or the new one."""
     temporary = path.with_name(path.name + ".tmp")
-    with open(temporary, "w") as file:
+    with open(temporary, "w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())

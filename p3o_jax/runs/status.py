@@ -17,6 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from p3o_jax.json_lines import first_line
 from p3o_jax.runs.directory import write_atomically
 from p3o_jax.runs.preemption import Preempted
 
@@ -59,7 +60,7 @@ class RunStatus:
             elif isinstance(error, KeyboardInterrupt):
                 self._write("stopped", "interrupted")
             else:
-                self._write("failed", (str(error) or type(error).__name__).splitlines()[0])
+                self._write("failed", first_line(error))
 
     def _write(self, state: str, reason: str = "") -> None:
         if self._enabled:
@@ -74,7 +75,7 @@ class RunStatus:
 def read(run_dir: Path) -> dict[str, Any]:
     """A run's status; `lost` where it says running but nothing runs, `unknown` where it says nothing."""
     try:
-        status = json.loads((Path(run_dir) / FILE).read_text())
+        status = json.loads((Path(run_dir) / FILE).read_bytes())
         state, host, pid, written = status["state"], status["host"], int(status["pid"]), float(status["time"])
     except (OSError, ValueError, KeyError, TypeError):
         return {"state": "unknown", "step": None, "num_steps": None, "reason": f"no readable {FILE}"}

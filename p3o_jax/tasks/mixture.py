@@ -108,6 +108,16 @@ class _OfSource(Reward):
         """If all are."""
         return all(reward is None or reward.quick for reward in self._rewards)
 
+    def gold_completions(self, prompt: Prompt) -> tuple[str, ...]:
+        """Those of the task's reward."""
+        reward = self._rewards[prompt.source]
+        return () if reward is None else reward.gold_completions(prompt)
+
+    def decides(self, prompt: Prompt) -> Reward:
+        """What decides in the task's reward."""
+        reward = self._rewards[prompt.source]
+        return self if reward is None else reward.decides(prompt)
+
     @property
     def part_names(self) -> tuple[str, ...]:
         """Those of all."""

@@ -35,7 +35,7 @@ class Policy(NamedTuple):
     model: TransformerConfig
     """Its architecture, without adapters: those of a run are merged."""
     params: nnx.State
-    """Its parameters, placed by `sharding.LEARNER_RULES`: what a sampler's `synchronise` takes."""
+    """Its parameters, placed by `sharding.LEARNER_RULES`: what a sampler's `publish` takes."""
     tokenizer: Tokenizer
     """Its tokenizer; the embedding has `tokenizer.vocab_size` entries."""
     config: Config | None = None

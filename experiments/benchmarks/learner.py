@@ -52,6 +52,7 @@ from p3o_jax.batch.types import Batch, Inputs
 from p3o_jax.devices.sharding import make_mesh, to_global
 from p3o_jax.learner.learner import Learner
 from p3o_jax.learner.optimizer import OptimizerConfig
+from p3o_jax.learner.plan import StepPlan
 from p3o_jax.models.architecture import Remat, TransformerConfig
 from p3o_jax.models.log_probs import token_log_probs
 from p3o_jax.objectives import P3O, Grpo, Objective
@@ -85,7 +86,9 @@ def our_step(objective: Objective, micro_batches: int, remat: Remat = "full") ->
     """An update on one device, warmed up."""
     mesh = make_mesh(devices=jax.devices()[:1])
     model, optimizer = replace(MODEL, remat=remat), OptimizerConfig()
-    learner = Learner(model, shape.VOCABULARY, objective, optimizer, mesh, num_updates=100, micro_batches=micro_batches)
+    learner = Learner(
+        model, shape.VOCABULARY, StepPlan(objective, micro_batches=micro_batches), optimizer, mesh, num_updates=100
+    )
     state, batch = learner.init(jax.random.key(0)), to_global(make_batch(), mesh)
 
     def step() -> None:

@@ -30,13 +30,16 @@ from typing import NamedTuple
 import tyro
 
 from experiments.quickstart import p3o
-from p3o_jax.config import Config, to_json
+from p3o_jax.config import Config, hyperparameters, to_json
 from p3o_jax.devices.cache import enable_compilation_cache
-from p3o_jax.experience.prompts import prompt_batches
+from p3o_jax.experience.batches import make_batch, readable
+from p3o_jax.experience.source import ExperienceSource, experience_metrics
+from p3o_jax.parts import Parts, build
 from p3o_jax.runs.directory import RunDirectory
 from p3o_jax.runs.lifecycle import Lifecycle
+from p3o_jax.runs.state import RunState
 from p3o_jax.runs.stopwatch import Stopwatch
-from p3o_jax.trainer import RunState, Trainer
+from p3o_jax.train import lifecycle_of
 from p3o_jax.writers.recorder import Recorder
 
 SEGMENT = 50  # with one checkpoint in its middle, so that what is done of it in the background falls on its own kind
@@ -57,28 +60,35 @@ class Seen(NamedTuple):
     life: Lifecycle
 
 
-def steps(trainer: Trainer, run: RunState, prompts, count: int, seen: Seen | None) -> RunState:
-    """As `train` makes them; without `seen` nothing is recorded."""
+def steps(parts: Parts, source: ExperienceSource, run: RunState, count: int, seen: Seen | None) -> RunState:
+    """Makes steps as `train` does; without `seen` nothing is recorded."""
+    config = parts.config
     for _ in range(count):
-        made, state, ring, loop = run
-        step = made + 1
+        step, ring, loop = run.step + 1, run.ring, run.loop
         clock = seen.life.begin(step) if seen else Stopwatch(step, "sample")
-        between = partial(seen.life.between, run) if seen else lambda: None
-        gathered = trainer.gather(prompts, ring, step, clock, between)
-        advantages = trainer.advantages(gathered)
-        batch = trainer.batch(gathered, advantages, step)
+        pause = partial(seen.life.between, run) if seen else lambda: None
+        behaviour = ring.behaviour
+        experience = source.next(step, behaviour.weights, clock, pause)
+        rollout, scores = experience.rollout, experience.scores
+        advantages = parts.advantages_of(scores.rewards, rollout.group, scores.known)
+        temperature = config.learner_temperature
+        batch = make_batch(rollout, advantages, learner_temperature=temperature, step=step - 1, kept=experience.kept)
         clock.begin("learn")
-        group = gathered.rollout.group
-        updated = trainer.updates(state, batch, group, ring.behaviour[1], Path("nonfinite.npz"))
-        ring.push(step, trainer.remember(updated.state, step))
-        run = RunState(step, updated.state, ring, loop | {"prompt_position": gathered.position})
+        updated = parts.updates(run.state, batch, rollout.group, behaviour, Path("nonfinite.npz"))
+        ring.push(step, parts.publish(updated.state, step))
+        run = RunState(step, updated.state, ring, loop._replace(prompt_position=experience.cursor))
         clock.begin("write")
         if seen:
-            metrics = updated.metrics | trainer.rollout_metrics(gathered, step, since=loop["prompt_position"])
-            metrics |= trainer.speed(clock.seconds, gathered)
-            seen.recorder.step(step, metrics, gathered, batch, advantages, updated.log_probs)
+            since = loop.prompt_position
+            metrics = experience_metrics(experience, config.task, parts.mesh, step=step, since=since) | updated.metrics
+            seen.recorder.metrics(step, metrics)
+            if config.is_due(step, config.write_rollouts_every):
+                log_probs = parts.updates.token_log_probs(batch, updated.log_probs)
+                rows = (rollout, scores.rewards, advantages, log_probs)
+                seen.recorder.rollouts(step, readable(experience.prompts, *rows, tokenizer=parts.tokenizer))
+            seen.recorder.progress(step)
             clock.begin("save")
-            seen.life.end_step(run, metrics)
+            seen.life.end_step(run)
         clock.end()
     return run
 
@@ -89,27 +99,23 @@ def main(asked: Overhead) -> None:
     total = 2 * SEGMENT * (asked.segments + 1)
     on = replace(p3o(), num_steps=total + 1, evaluate_every=0, save_every=SEGMENT)
     off: Config = replace(on, write_rollouts_every=0)
-    trainers = {True: Trainer(on), False: Trainer(off)}
+    parts = {True: build(on), False: build(off)}
     with tempfile.TemporaryDirectory() as directory:
         opened = RunDirectory.open(Path(directory, "run"), to_json(on), ["overhead"])
         with (
-            Recorder(trainers[True], opened) as recorder,
-            Lifecycle(trainers[True], opened, before_save=recorder.flush) as life,
-            trainers[True].scorer,
-            trainers[False].scorer,
+            Recorder(opened.path, on.num_steps, hyperparameters(on)) as recorder,
+            lifecycle_of(on, opened, recorder) as life,
         ):
             seen = Seen(recorder, life)
-            run = life.start()
+            run = parts[True].start()
             recorder.start_at(1)
-            prompts = prompt_batches(
-                on.task, on.seed, on.prompts_per_step, position=0, tokenizer=trainers[True].tokenizer
-            )
+            source = parts[True].source(0)
             spent: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
             for turn in range(-2, 2 * asked.segments):  # the first of each kind compiles
                 recorded = turn % 4 in (0, 3)  # on, off, off, on: neither is always the later
                 started = time.perf_counter(), time.process_time()
                 count = SEGMENT // 2 if turn == -1 else SEGMENT
-                run = steps(trainers[recorded], run, prompts, count, seen if recorded else None)
+                run = steps(parts[recorded], source, run, count, seen if recorded else None)
                 if turn >= 0:
                     spent[recorded].append((time.perf_counter() - started[0], time.process_time() - started[1]))
     for index, kind in enumerate(("wall", "processor")):

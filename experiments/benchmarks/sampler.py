@@ -55,7 +55,7 @@ from p3o_jax.devices.precision import Precision
 from p3o_jax.devices.sharding import make_mesh
 from p3o_jax.models.kv_cache import KVCache, num_bytes
 from p3o_jax.models.transformer import Transformer, abstract_model
-from p3o_jax.sampler import AS_THEY_ARE, Sampler, SamplingLimits
+from p3o_jax.sampler import AS_THEY_ARE, Requests, Sampler, SamplingLimits
 from p3o_jax.sampler.decode import model_logits
 from p3o_jax.sampler.sampling import RowSampling, draw, sampled_log_probs
 
@@ -69,11 +69,11 @@ def our_step(
     mesh = make_mesh(devices=jax.devices()[:1])
     settings = SamplingLimits(prompt, response, eos_ids=(), slots=slots)
     sampler = Sampler(WIDE, shape.VOCABULARY, settings, Precision(), mesh)
-    weights = sampler.synchronise(nnx.state(Transformer(WIDE, shape.VOCABULARY, nnx.Rngs(0))))
+    weights = sampler.publish(nnx.state(Transformer(WIDE, shape.VOCABULARY, nnx.Rngs(0))))
     prompts = np.random.default_rng(0).integers(shape.VOCABULARY, size=(rows, prompt)).tolist()
 
     def step(limits: list[int] | None = limits) -> None:
-        rollout = sampler(weights, prompts, range(rows), key=jax.random.key(0), response_limits=limits)
+        rollout = sampler.generate(weights, Requests(prompts, range(rows), jax.random.key(0), response_limits=limits))
         jax.block_until_ready(rollout)
 
     step()

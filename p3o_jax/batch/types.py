@@ -11,6 +11,7 @@ from __future__ import annotations
 from enum import IntEnum
 from typing import NamedTuple
 
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 
@@ -23,32 +24,44 @@ class FinishReason(IntEnum):
 
 
 class Rollout(NamedTuple):
-    """What the sampler returns: prompts continued by responses, left-aligned.
+    """What an engine returns: prompts continued by responses, left-aligned.
 
-    Row i is `prompt_i ++ response_i ++ padding`; what stands in the padding is not
-    specified and must not be read. `behaviour_log_probs[i, t]` is the log-probability
-    of `tokens[i, t]` under the distribution it was drawn from (the sampler's
-    precision, after temperature), and is meaningful at response positions only.
+    Row i holds `length[i]` tokens and then padding; what stands in the padding is not
+    specified and must not be read. `action_mask` says which tokens the policy drew, and
+    only whoever makes a rollout derives it from lengths: a row of several turns has more
+    than one stretch of actions. `behaviour_log_probs[i, t]` is the log-probability of
+    `tokens[i, t]` under the distribution it was drawn from (the sampler's precision,
+    after temperature); it and `policy_version` are meaningful at actions only.
     """
 
     tokens: Int[Array, "B S"]
-    prompt_length: Int[Array, " B"]
-    response_length: Int[Array, " B"]  # tokens, the stop token included
+    length: Int[Array, " B"]  # tokens of the row, prompt and response
+    action_mask: Bool[Array, "B S"]
     behaviour_log_probs: Float[Array, "B S"]
     temperature: Float[Array, " B"]
-    policy_version: Int[Array, " B"]  # rollout steps that the sampling parameters had been trained for
-    source: Int[Array, " B"]  # where the row came from; 0 is this run's own sampler
+    policy_version: Int[Array, "B S"]  # rollout steps that the parameters which drew the token had been trained for
+    source: Int[Array, " B"]  # whose rollout it is: 0 is this run's own sampler
     finish_reason: Int[Array, " B"]  # FinishReason
     group: Int[Array, " B"]  # rows with the same value answer the same prompt
+    task: Int[Array, " B"]  # which component of a mixture asked; 0 otherwise
     support: Support | None = None  # [B, S, K]: mu's distribution at each token, where an objective asks for it
+
+    @property
+    def response_length(self) -> Int[Array, " B"]:
+        """Tokens that the policy drew, the one that ended the row included."""
+        return self.action_mask.sum(axis=1, dtype=np.int32)
+
+    @property
+    def prompt_length(self) -> Int[Array, " B"]:
+        """Tokens before the first that the policy drew."""
+        return self.action_mask.argmax(axis=1)
 
 
 def responses(rollout: Rollout) -> list[list[int]]:
-    """Each row's response as token ids, without the token that ended it; on the host."""
+    """Lists the tokens that the policy drew in each row, without the token that ended it; on the host."""
+    drawn = [tokens[actions].tolist() for tokens, actions in zip(rollout.tokens, rollout.action_mask, strict=True)]
     ended = rollout.finish_reason != FinishReason.LENGTH
-    starts = rollout.prompt_length
-    ends = starts + rollout.response_length - ended
-    return [row[start:end].tolist() for row, start, end in zip(rollout.tokens, starts, ends, strict=True)]
+    return [ids[:-1] if has_end else ids for ids, has_end in zip(drawn, ended, strict=True)]
 
 
 class Inputs(NamedTuple):
@@ -87,7 +100,9 @@ class Batch(NamedTuple):
     support: Support | None = None
     segment_ids: Int[Array, "B T"] | None = None
     staleness: Int[Array, "B T"] | None = None  # learner step - policy version, in rollout steps
-    source: Int[Array, "B T"] | None = None
+    source: Int[Array, "B T"] | None = None  # whose rollout it is, as `Rollout.source`
+    task: Int[Array, "B T"] | None = None  # which component of a mixture asked, as `Rollout.task`
+    row: Int[Array, "B T"] | None = None  # the row of the step's batch that the token is from
     inputs: Inputs | None = None  # None where the log-probs are computed elsewhere
 
 

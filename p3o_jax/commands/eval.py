@@ -68,7 +68,7 @@ def run(arguments: Sequence[str]) -> None:
     from p3o_jax.devices.precision import parse
     from p3o_jax.evaluation.evaluate import evaluate
     from p3o_jax.evaluation.files import write_evaluation
-    from p3o_jax.experience.prompts import evaluation_set, longest
+    from p3o_jax.experience.prompts import encoded, evaluation_set
     from p3o_jax.experience.scoring import Scorer
     from p3o_jax.policies import load_policy
     from p3o_jax.rewards.pool import Verifiers
@@ -96,15 +96,15 @@ def run(arguments: Sequence[str]) -> None:
     components = [one for task in tasks or [policy.config.task] for one in task.components]
     name = Path(asked.policy).name.replace("@", "_step_")
     output = asked.output or Path("runs", "eval", name, time.strftime("%Y-%m-%d_%H-%M-%S"))
-    sets = [evaluation_set(task, asked.prompts) for task in components]
-    prompt_tokens = max(longest(prompts, policy.tokenizer) for prompts in sets)  # one program serves all tasks
+    sets = [encoded(evaluation_set(task, asked.prompts), policy.tokenizer) for task in components]
+    prompt_tokens = max(len(ids) for prompts in sets for _, ids in prompts)  # one program serves all tasks
     samplers: dict[int, Sampler] = {}
     for task, prompts in zip(components, sets, strict=True):
         response_tokens = asked.response_tokens or task.max_response_tokens
         if response_tokens not in samplers:
             limits = SamplingLimits(prompt_tokens, response_tokens, policy.tokenizer.eos_ids)
             samplers[response_tokens] = Sampler(policy.model, policy.tokenizer.vocab_size, limits, precision, mesh)
-            weights = samplers[response_tokens].synchronise(policy.params, policy.step)
+            weights = samplers[response_tokens].publish(policy.params, policy.step)
         sampler = samplers[response_tokens]
         with Scorer(task, policy.tokenizer, verifiers) as scorer:
             result = evaluate(

@@ -70,8 +70,8 @@ def run(arguments: Sequence[str]) -> None:
     from p3o_jax.devices import sharding
     from p3o_jax.devices.cache import enable_compilation_cache
     from p3o_jax.devices.precision import parse
-    from p3o_jax.experience.batches import check_log_probs, response_mask
-    from p3o_jax.sampler import Sampler, Sampling, SamplingLimits
+    from p3o_jax.experience.batches import check_log_probs
+    from p3o_jax.sampler import Requests, Sampler, Sampling, SamplingLimits
     from p3o_jax.sampler.sampling import check_seed
 
     if asked.samples < 1 or asked.response_tokens < 1:
@@ -102,29 +102,24 @@ def run(arguments: Sequence[str]) -> None:
         )
     limits = SamplingLimits(len(ids), asked.response_tokens, policy.tokenizer.eos_ids, asked.stop_ids)
     sampler = Sampler(policy.model, policy.tokenizer.vocab_size, limits, precision, mesh)
-    weights = sampler.synchronise(policy.params, policy.step)
+    weights = sampler.publish(policy.params, policy.step)
 
     typed = Typed(policy.tokenizer, set(limits.eos_ids + limits.stop_ids), sys.stdout.write)
     shards = sharding.num_batch_shards(mesh)  # which all need a prompt, and answer it alike
     with _ended_by_signals():
-        rollout = sampler(
-            weights,
-            [ids] * shards,
-            [0] * shards,
-            key=jax.random.key(asked.seed),
-            num_samples=asked.samples,
-            sampling=sampling,
-            greedy=asked.greedy,
-            on_draw=typed if asked.samples == 1 else None,
-        )
+        key = jax.random.key(asked.seed)
+        requests = Requests([ids] * shards, [0] * shards, key, asked.samples, sampling, greedy=asked.greedy)
+        rollout = sampler.generate(weights, requests, on_draw=typed if asked.samples == 1 else None)
         jax.effects_barrier()
     rollout = jax.tree.map(lambda leaf: leaf[: asked.samples], sharding.to_local(rollout))
-    check_log_probs(rollout, response_mask(rollout))
+    check_log_probs(rollout, rollout.action_mask)
     if asked.samples == 1:
         typed.finish()
     for row, completion in enumerate(responses(rollout)):
-        length, start = int(rollout.response_length[row]), int(rollout.prompt_length[row])
-        total = float(rollout.behaviour_log_probs[row, start : start + length].sum())
+        drawn, log_probs = (
+            array[row, rollout.action_mask[row]] for array in (rollout.tokens, rollout.behaviour_log_probs)
+        )
+        length, total = len(drawn), float(log_probs.sum())
         reason = FinishReason(int(rollout.finish_reason[row])).name.lower()
         heading = f"{length} tokens, ended by {reason}, log-prob {total:.3f}"
         if asked.samples > 1:
@@ -133,8 +128,8 @@ def run(arguments: Sequence[str]) -> None:
             if asked.samples == 1:
                 print(f"--- {heading}")
             for token, log_prob in zip(
-                rollout.tokens[row, start : start + length].tolist(),
-                rollout.behaviour_log_probs[row, start : start + length].tolist(),
+                drawn.tolist(),
+                log_probs.tolist(),
                 strict=True,
             ):
                 print(f"{log_prob:10.4f}  {math.exp(log_prob):7.2%}  {token:7d}  {policy.tokenizer.decode([token])!r}")

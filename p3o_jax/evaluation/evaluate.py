@@ -15,9 +15,10 @@ from jaxtyping import Array, Bool, Float, Int, UInt8
 from p3o_jax.batch.types import FinishReason, Rollout, responses
 from p3o_jax.devices import sharding
 from p3o_jax.devices.processes import all_rows, fail_together, row_part
-from p3o_jax.experience.batches import check_log_probs, response_mask
+from p3o_jax.experience.batches import check_log_probs
+from p3o_jax.experience.prompts import EncodedPrompt
 from p3o_jax.experience.scoring import Scorer
-from p3o_jax.sampler import Sampler, Sampling, Weights
+from p3o_jax.sampler import Engine, Requests, Sampling
 from p3o_jax.tasks.base import Prompt
 
 _DIGEST_BYTES, _TEXT_BYTES = 16, 112
@@ -45,10 +46,10 @@ class _Judged(NamedTuple):
 
 
 def evaluate(
-    sampler: Sampler,
-    weights: Weights,
+    engine: Engine,
+    weights: Any,
     scorer: Scorer,
-    prompts: Sequence[Prompt],
+    prompts: Sequence[EncodedPrompt],
     *,
     key: Array,
     num_samples: int,
@@ -57,9 +58,9 @@ def evaluate(
     prompts_per_batch: int,
     keep_completions: bool = False,
 ) -> Evaluation:
-    """Evaluates sampler weights; called by all processes alike.
+    """Evaluates what an engine published; called by all processes alike.
 
-    Prompts go through the sampler `prompts_per_batch` at a time (over all devices); the last batch is filled up
+    Prompts go through the engine `prompts_per_batch` at a time (over all devices); the last batch is filled up
     with copies, which are not judged. A completion whose verifier fails counts as not correct, and as a failure.
 
     Args:
@@ -67,7 +68,7 @@ def evaluate(
         greedy: whether to judge the most likely completion of each prompt too.
         keep_completions: whether to return them.
     """
-    part, num_parts = row_part(sampler.mesh)
+    part, num_parts = row_part(engine.mesh)
     share = prompts_per_batch // num_parts
     passes = [(False, num_samples)] * (num_samples > 0) + [(True, 1)] * greedy
     judged: dict[bool, list[_Judged]] = {False: [], True: []}
@@ -76,25 +77,23 @@ def evaluate(
         real = prompts[start : start + prompts_per_batch]
         filled = [*real, *[real[-1]] * (prompts_per_batch - len(real))]
         mine = slice(part * share, (part + 1) * share)
-        ids = [scorer.tokenizer.encode(prompt.text) for prompt in filled[mine]]
         for is_greedy, samples in passes:
-            rollout = sampler(
-                weights,
-                ids,
-                [prompt.index for prompt in filled[mine]],
-                key=key,
-                num_samples=samples,
-                sampling=sampling,
+            requests = Requests(
+                [ids for _, ids in filled[mine]],
+                [prompt.index for prompt, _ in filled[mine]],
+                key,
+                samples,
+                sampling,
                 greedy=is_greedy,
             )
-            rollout = sharding.to_local(rollout)._replace(support=None)
+            rollout = sharding.to_local(engine.generate(weights, requests))._replace(support=None)
             with fail_together():
-                found = _judge(scorer, real[mine], rollout, samples)
-            found, tokens = all_rows((found, rollout if keep_completions else ()), sampler.mesh)
+                found = _judge(scorer, [prompt for prompt, _ in real[mine]], rollout, samples)
+            found, tokens = all_rows((found, rollout if keep_completions else ()), engine.mesh)
             found = _by_prompt(found, samples, len(real))
             judged[is_greedy].append(found)
             if keep_completions and jax.process_index() == 0:
-                completions += _readable(scorer, real, tokens, found, is_greedy)
+                completions += _readable(scorer, [prompt for prompt, _ in real], tokens, found, is_greedy)
     metrics: dict[str, float] = {"num_prompts": len(prompts)}
     if num_samples:
         metrics |= _summary(_joined(judged[False]))
@@ -129,7 +128,7 @@ def majority(answers: Sequence[Any], correct: Sequence[bool]) -> float:
 
 def _judge(scorer: Scorer, prompts: Sequence[Prompt], rollout: Rollout, samples: int) -> _Judged:
     """This process's rows, of which the first are those of `prompts` and the others copies, left at zero."""
-    check_log_probs(rollout, response_mask(rollout))
+    check_log_probs(rollout, rollout.action_mask)
     rows, count = len(rollout.group), len(prompts) * samples
     scores = scorer(prompts, jax.tree.map(lambda leaf: leaf[:count], rollout)) if count else None
 

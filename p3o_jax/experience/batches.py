@@ -1,12 +1,12 @@
-"""From rollouts to what the learner consumes: batches, minibatches, and past policies.
+"""From rollouts to what the learner consumes: batches and minibatches, and to what a person reads.
 
 Everything here is on the host, on this process's rows: numpy in, numpy out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -19,18 +19,13 @@ from p3o_jax.tasks.base import Prompt
 from p3o_jax.tokenizers.text import Tokenizer
 
 _LENGTH_BINS = 30
+T = TypeVar("T")
 
 
-def local_prompts(prompts: Sequence[Prompt], num_processes: int = 1, process: int = 0) -> Sequence[Prompt]:
+def local_prompts(prompts: Sequence[T], num_processes: int = 1, process: int = 0) -> Sequence[T]:
     """The prompts this process samples for: its block of the step's prompts."""
     share = len(prompts) // num_processes
     return prompts[process * share : (process + 1) * share]
-
-
-def response_mask(rollout: Rollout) -> Bool[np.ndarray, "B S"]:
-    """Where the response of each row is."""
-    at, start = np.arange(rollout.tokens.shape[1])[None, :], rollout.prompt_length[:, None]
-    return (at >= start) & (at < start + rollout.response_length[:, None])
 
 
 def check_log_probs(rollout: Rollout, mask: Bool[np.ndarray, "B S"]) -> None:
@@ -66,7 +61,8 @@ def make_batch(
         kept: rows that count; the others are masked out of every sum and every denominator. None: all.
 
     Raises:
-        ValueError: a behaviour log-prob of a response token is missing (not finite) or not a log-probability.
+        ValueError: a behaviour log-prob of an action is missing (not finite) or not a log-probability, or a policy
+            version is newer than the learner.
     """
     rows, slots = rollout.tokens.shape
     if rollout.behaviour_log_probs.shape != (rows, slots) or advantages.shape != (rows,):
@@ -74,11 +70,13 @@ def make_batch(
             f"batch: tokens {rollout.tokens.shape}, behaviour_log_probs {rollout.behaviour_log_probs.shape} and "
             f"advantages {advantages.shape} do not belong together"
         )
-    mask = response_mask(rollout)
-    if kept is not None:
-        mask &= kept[:, None]
+    mask = rollout.action_mask if kept is None else rollout.action_mask & kept[:, None]
     check_log_probs(rollout, mask)
+    newest = int(rollout.policy_version[rollout.action_mask].max(initial=step))
+    if newest > step:
+        raise ValueError(f"batch: tokens of policy version {newest} for a learner that has made {step} steps")
     mask, behaviour = mask[:, 1:], rollout.behaviour_log_probs[:, 1:]
+    staleness = np.where(mask, step - rollout.policy_version[:, 1:], 0).astype(np.int32)
 
     def per_token(values: Any, dtype: type) -> np.ndarray:
         return np.ascontiguousarray(np.broadcast_to(np.asarray(values, dtype)[:, None], mask.shape))
@@ -90,8 +88,9 @@ def make_batch(
         mask=mask,
         behaviour_log_probs=behaviour,
         advantages=per_token(advantages, np.float32),
-        staleness=per_token(step - rollout.policy_version, np.int32),
+        staleness=staleness,
         source=per_token(rollout.source, np.int32),
+        task=per_token(rollout.task, np.int32),
         support=None if support is None else Support(*(None if x is None else x[:, 1:] for x in support)),
         inputs=Inputs(
             tokens=rollout.tokens[:, :-1],
@@ -123,12 +122,12 @@ def rollout_metrics(rollout: Rollout, step: int, longest: int) -> dict[str, Any]
         step: rollout steps the learner has trained for.
         longest: the limit on response tokens.
     """
-    truncated = rollout.finish_reason == FinishReason.LENGTH
+    truncated, actions = rollout.finish_reason == FinishReason.LENGTH, rollout.action_mask
     sums = (
         len(truncated),
-        rollout.response_length.sum(),
+        actions.sum(),
         truncated.sum(),
-        (step - rollout.policy_version).sum(),
+        (step - rollout.policy_version)[actions].sum(),
     )
     edges = np.unique(np.linspace(1, longest + 1, _LENGTH_BINS + 1).astype(np.int64))
     lengths = np.bincount(np.searchsorted(edges, rollout.response_length, side="right"), minlength=len(edges) + 1)
@@ -138,7 +137,7 @@ def rollout_metrics(rollout: Rollout, step: int, longest: int) -> dict[str, Any]
         "rollout/response_tokens_mean": tokens / rows,
         "rollout/response_tokens_histogram": Histogram(edges, totals[len(sums) :]),
         "rollout/truncated_fraction": truncated / rows,
-        "rollout/staleness_mean": staleness / rows,
+        "rollout/staleness_mean": staleness / tokens,
     }
 
 
@@ -159,10 +158,10 @@ def readable(
     texts = {prompt.index: prompt.text for prompt in prompts}
     rows = []
     for i, response_ids in enumerate(responses(rollout)):
-        start = rollout.prompt_length[i]
-        response = slice(start, start + rollout.response_length[i])
-        behaviour = rollout.behaviour_log_probs[i, response]
-        log_ratios = log_probs[i, response.start - 1 : response.stop - 1] - behaviour
+        actions = np.flatnonzero(rollout.action_mask[i])
+        behaviour = rollout.behaviour_log_probs[i, actions]
+        log_ratios = log_probs[i, actions - 1] - behaviour
+        versions = np.unique(rollout.policy_version[i, actions]).tolist()
         rows.append(
             {
                 "prompt_index": int(rollout.group[i]),
@@ -171,37 +170,12 @@ def readable(
                 "reward": float(rewards[i]),
                 "advantage": float(advantages[i]),
                 "finish_reason": FinishReason(int(rollout.finish_reason[i])).name.lower(),
-                "policy_version": int(rollout.policy_version[i]),
+                "policy_version": versions[0] if len(versions) == 1 else rollout.policy_version[i, actions].tolist(),
                 "temperature": float(rollout.temperature[i]),
-                "token_ids": rollout.tokens[i, response].tolist(),
-                "tokens": [tokenizer.decode([int(token)]) for token in rollout.tokens[i, response]],
+                "token_ids": rollout.tokens[i, actions].tolist(),
+                "tokens": [tokenizer.decode([int(token)]) for token in rollout.tokens[i, actions]],
                 "behaviour_log_probs": np.round(behaviour.astype(np.float64), 6).tolist(),
                 "log_ratios": np.round(log_ratios.astype(np.float64), 6).tolist(),
             }
         )
     return rows
-
-
-class PolicyRing:
-    """Sampler weights of the last k + 1 rollout steps, by policy version; at staleness k the oldest samples."""
-
-    def __init__(self, staleness: int, past: Mapping[int, Any]):
-        self.past = dict(past)
-        self._size = staleness + 1
-
-    def push(self, version: int, weights: Any) -> None:
-        """Adds the newest policy and drops those that are too old to sample."""
-        self.past[version] = weights
-        while len(self.past) > self._size:
-            del self.past[min(self.past)]
-
-    @property
-    def behaviour(self) -> tuple[int, Any]:
-        """Version and weights of the policy that samples now: k steps old, or the first while there are fewer."""
-        version = min(self.past)
-        return version, self.past[version]
-
-    @property
-    def newest(self) -> Any:
-        """The learner's current policy."""
-        return self.past[max(self.past)]

@@ -9,82 +9,66 @@ after them is all that a resumed run needs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import chain
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable
+from typing import Any, Literal
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
-from jaxtyping import Bool
 
-from p3o_jax.batch.types import Rollout
 from p3o_jax.devices import sharding
 from p3o_jax.devices.processes import row_share
-from p3o_jax.experience.scoring import Scores, without_variance
-from p3o_jax.tasks.base import Prompt
+from p3o_jax.experience.scoring import without_variance
+from p3o_jax.experience.source import Clock, Experience, ExperienceSource, joined
 
 ZeroVariance = Literal["keep", "drop", "resample"]
 
 
-class Gathered(NamedTuple):
-    """The rows of a step on this process."""
+class FilteredGroups:
+    """A source whose steps have groups with variance first, and others only where those are too few."""
 
-    prompts: list[Prompt]  # all that were asked, of all processes
-    rollout: Rollout
-    scores: Scores
-    kept: Bool[np.ndarray, " B"]  # rows that count in the loss
-    sampled: Rollout  # all that were sampled, those replaced included
-    sampled_scores: Scores
-    metrics: dict[str, float]  # what was dropped, over all processes
-
-    @property
-    def position(self) -> int:
-        """The position in the stream of prompts after these."""
-        return self.prompts[-1].index + 1
-
-
-class Gathering:
-    """Collects the rows of one step, batch after batch, until `is_full`."""
-
-    def __init__(self, zero_variance: ZeroVariance, max_batches: int, mesh: Mesh):
-        self._zero_variance, self._mesh = zero_variance, mesh
+    def __init__(self, source: ExperienceSource, zero_variance: ZeroVariance, max_batches: int, mesh: Mesh):
+        """
+        Args:
+            source: where the rows come from, a batch at a time.
+            zero_variance: what becomes of groups without variance.
+            max_batches: with "resample", the most batches that are taken for a step.
+            mesh: of the learner; decides which processes count the same rows.
+        """
+        self._source, self._zero_variance, self._mesh = source, zero_variance, mesh
         self._max_batches = max_batches if zero_variance == "resample" else 1
-        self._prompts: list[Prompt] = []
-        self._rollouts: list[Rollout] = []
-        self._scores: list[Scores] = []
-        self._found = 0  # groups with variance, on this process
 
-    def add(self, prompts: Sequence[Prompt], rollout: Rollout, scores: Scores) -> None:
-        """A batch of prompts of all processes, and this process's rows of it."""
-        self._prompts += prompts
-        self._rollouts.append(rollout)
-        self._scores.append(scores)
-        group = np.asarray(rollout.group)
-        flat, _ = without_variance(scores, group)
-        self._found += len(np.unique(group[~flat]))
+    def next(self, step: int, weights: Any, clock: Clock, pause: Callable[[], None]) -> Experience:
+        """Takes batches until all processes have enough, and chooses as many rows as one batch has."""
+        taken: list[Experience] = []
+        while not self._is_full(taken):
+            taken.append(self._source.next(step, weights, clock, pause))
+        return self._chosen(taken)
 
-    @property
-    def is_full(self) -> bool:
+    def _is_full(self, taken: list[Experience]) -> bool:
         """Whether all processes have enough; every process must ask."""
-        if not self._rollouts or len(self._rollouts) >= self._max_batches:
-            return bool(self._rollouts)
-        wanted = len(np.unique(self._rollouts[0].group))
-        return bool((sharding.gather_over_processes(np.asarray(self._found - wanted)) >= 0).all())
+        if not taken or len(taken) >= self._max_batches:
+            return bool(taken)
+        with_variance = 0
+        for one in taken:
+            flat, _ = without_variance(one.scores, one.rollout.group)
+            with_variance += len(np.unique(one.rollout.group[~flat]))
+        wanted = len(np.unique(taken[0].rollout.group))
+        return bool((sharding.gather_over_processes(np.asarray(with_variance - wanted)) >= 0).all())
 
-    def gathered(self) -> Gathered:
-        """As many rows as one batch has: groups with variance first come, and others only where those are too few."""
-        sampled = jax.tree.map(lambda *parts: np.concatenate(parts), *self._rollouts)
-        scores = _concatenated(self._scores)
-        flat, _ = without_variance(scores, sampled.group)
-        groups, first = np.unique(sampled.group, return_index=True)
+    def _chosen(self, taken: list[Experience]) -> Experience:
+        sampled = joined([one.sampled for one in taken])
+        rollout, scores = sampled
+        flat, _ = without_variance(scores, rollout.group)
+        groups, first = np.unique(rollout.group, return_index=True)
         order = np.argsort(np.where(flat[first], len(flat), 0) + first)  # of groups: with variance, then as they came
-        chosen = np.isin(sampled.group, groups[order[: len(np.unique(self._rollouts[0].group))]])
+        chosen = np.isin(rollout.group, groups[order[: len(np.unique(taken[0].rollout.group))]])
         dropped = flat if self._zero_variance != "keep" else np.zeros_like(flat)
-        lengths = sampled.response_length
+        lengths = rollout.response_length
+        # Each row that is left out is counted once, by the first of these reasons that it has.
         counts = [
             (dropped & scores.known).sum(),
-            (~chosen & ~dropped).sum(),
+            (~chosen & ~dropped & scores.known).sum(),
             (~scores.known).sum(),
             (dropped | ~chosen).sum(),
             lengths[dropped | ~chosen].sum(),
@@ -95,36 +79,17 @@ class Gathering:
             "rollout/dropped/zero_variance": zero_variance,
             "rollout/dropped/surplus": surplus,
             "rollout/dropped/verifier_failed": failed,
-            "rollout/sampled_batches": len(self._rollouts),
+            "rollout/sampled_batches": len(taken),
         }
         if self._zero_variance != "keep":  # against the mean of all: what dropping them does to lengths
             metrics["rollout/dropped_response_tokens_mean"] = tokens / rows if rows else float("nan")
         rows_of = np.flatnonzero(chosen)
-        return Gathered(
-            prompts=self._prompts,
-            rollout=jax.tree.map(lambda leaf: leaf[rows_of], sampled),
-            scores=_rows(scores, rows_of),
+        return Experience(
+            prompts=[prompt for one in taken for prompt in one.prompts],
+            rollout=jax.tree.map(lambda leaf: leaf[rows_of], rollout),
+            scores=scores.rows(rows_of),
             kept=(scores.known & ~dropped)[rows_of],
+            cursor=taken[-1].cursor,
             sampled=sampled,
-            sampled_scores=scores,
             metrics=metrics,
         )
-
-
-def _concatenated(parts: Sequence[Scores]) -> Scores:
-    return Scores(*(_joined([getattr(part, name) for part in parts]) for name in Scores._fields))
-
-
-def _joined(values: list[Any]) -> Any:
-    if isinstance(values[0], dict):
-        return {name: np.concatenate([value[name] for value in values]) for name in values[0]}
-    return list(chain.from_iterable(values)) if isinstance(values[0], list) else np.concatenate(values)
-
-
-def _rows(scores: Scores, rows: np.ndarray) -> Scores:
-    def pick(values: Any) -> Any:
-        if isinstance(values, dict):
-            return {name: value[rows] for name, value in values.items()}
-        return [values[row] for row in rows] if isinstance(values, list) else values[rows]
-
-    return Scores(*map(pick, scores))

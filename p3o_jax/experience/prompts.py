@@ -8,8 +8,9 @@ Every process makes the whole batch, since prompts are tiny, and takes its part 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
-from itertools import chain
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain, islice
+from typing import NamedTuple, TypeVar
 
 import grain
 
@@ -24,16 +25,22 @@ _DRAWS_PER_PROMPT = 8
 _PROCEDURAL_PROMPTS = 256
 
 
+class EncodedPrompt(NamedTuple):
+    """A prompt and its tokens, as the model reads it."""
+
+    prompt: Prompt
+    ids: Sequence[int]
+
+
+def encoded(prompts: Iterable[Prompt], tokenizer: Tokenizer) -> list[EncodedPrompt]:
+    """Tokenises prompts."""
+    return [EncodedPrompt(prompt, tokenizer.encode(prompt.text)) for prompt in prompts]
+
+
 def prompt_batches(
-    task: Task,
-    seed: int,
-    prompts_per_step: int,
-    *,
-    position: int = 0,
-    split: Split = "train",
-    tokenizer: Tokenizer | None = None,
+    task: Task, seed: int, prompts_per_step: int, *, position: int = 0, split: Split = "train"
 ) -> Iterator[list[Prompt]]:
-    """The stream from a position on, in batches, without end; prefetched by threads.
+    """Yields the stream from a position on, in batches, without end; prefetched by threads.
 
     Each pass over the task's prompts is in an order of its own; batches run on across passes, so none is partial.
     `Prompt.index` is the position in the stream, unique across passes: the position after a batch is one more than its
@@ -45,42 +52,58 @@ def prompt_batches(
         prompts_per_step: size of a batch, over all processes.
         position: prompts of the stream already taken or passed over, over all processes.
         split: which prompts.
-        tokenizer: by which prompts longer than the task's limit are passed over. None: none are.
 
     Raises:
-        ValueError: `prompts_per_step` < 1 or `position` < 0; later, no prompt in a long stretch is short enough.
+        ValueError: `prompts_per_step` < 1 or `position` < 0.
     """
+    return _in_batches(_one_by_one(task, seed, prompts_per_step, position, split), prompts_per_step)
+
+
+def encoded_batches(
+    task: Task, tokenizer: Tokenizer, seed: int, prompts_per_step: int, *, position: int = 0
+) -> Iterator[list[EncodedPrompt]]:
+    """Yields the training stream as `prompt_batches` does, tokenised, prompts longer than the task's limit passed over.
+
+    Raises:
+        ValueError: as `prompt_batches`; later, no prompt in a long stretch is short enough.
+    """
+    stream = _one_by_one(task, seed, prompts_per_step, position, "train")
+    return _in_batches(_short_enough(stream, task.max_prompt_tokens, tokenizer), prompts_per_step)
+
+
+_MAX_PASSED_OVER = 1000
+T = TypeVar("T")
+
+
+def _one_by_one(task: Task, seed: int, prompts_per_step: int, position: int, split: Split) -> Iterator[Prompt]:
     if prompts_per_step < 1 or position < 0:
         raise ValueError(
             f"prompts_per_step must be at least 1 and position at least 0, got {prompts_per_step} and {position}"
         )
     stream = _stream(task.prompts(split, seed), seed)[position:]
     chunks = stream.batch(prompts_per_step, batch_fn=list)  # one hand-over between threads a batch, not one a prompt
-    one_by_one = chain.from_iterable(chunks.to_iter_dataset(grain.ReadOptions(num_threads=2, prefetch_buffer_size=4)))
-    return _batches(one_by_one, prompts_per_step, task.max_prompt_tokens, tokenizer)
+    return chain.from_iterable(chunks.to_iter_dataset(grain.ReadOptions(num_threads=2, prefetch_buffer_size=4)))
 
 
-_MAX_PASSED_OVER = 1000
+def _in_batches(stream: Iterator[T], size: int) -> Iterator[list[T]]:
+    while batch := list(islice(stream, size)):
+        yield batch
 
 
-def _batches(stream: Iterator[Prompt], size: int, limit: int, tokenizer: Tokenizer | None) -> Iterator[list[Prompt]]:
-    batch: list[Prompt] = []
+def _short_enough(stream: Iterator[Prompt], limit: int, tokenizer: Tokenizer) -> Iterator[EncodedPrompt]:
     passed_over: list[int] = []
     for prompt in stream:
-        length = 0 if tokenizer is None else len(tokenizer.encode(prompt.text))
-        if length > limit:
-            passed_over.append(length)
-            if len(passed_over) == _MAX_PASSED_OVER:
-                raise ValueError(
-                    f"{_MAX_PASSED_OVER} prompts in a row are longer than the task's limit of {limit} tokens, the "
-                    f"shortest of them by {min(passed_over) - limit}: raise its prompt_tokens"
-                )
+        ids = tokenizer.encode(prompt.text)
+        if len(ids) <= limit:
+            passed_over = []
+            yield EncodedPrompt(prompt, ids)
             continue
-        passed_over = []
-        batch.append(prompt)
-        if len(batch) == size:
-            yield batch
-            batch = []
+        passed_over.append(len(ids))
+        if len(passed_over) == _MAX_PASSED_OVER:
+            raise ValueError(
+                f"{_MAX_PASSED_OVER} prompts in a row are longer than the task's limit of {limit} tokens, the "
+                f"shortest of them by {min(passed_over) - limit}: raise its prompt_tokens"
+            )
 
 
 def _stream(source: PromptSource, seed: int) -> grain.MapDataset:
@@ -124,11 +147,6 @@ def evaluation_set(task: Task, count: int | None) -> list[Prompt]:
 def evaluation_sets(task: Task, count: int) -> dict[str, list[Prompt]]:
     """The evaluation set of each task of a mixture, by its name; of a task alone, its own."""
     return {
-        one.name: [prompt._replace(source=source) for prompt in evaluation_prompts(one, count)]
-        for source, one in enumerate(task.components)
+        one.name: [prompt._replace(task=i) for prompt in evaluation_prompts(one, count)]
+        for i, one in enumerate(task.components)
     }
-
-
-def longest(prompts: Iterable[Prompt], tokenizer: Tokenizer) -> int:
-    """Tokens of the longest prompt."""
-    return max(len(tokenizer.encode(prompt.text)) for prompt in prompts)

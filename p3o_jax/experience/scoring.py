@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from itertools import chain
 from types import TracebackType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from jax.sharding import Mesh
@@ -39,16 +40,35 @@ class Scores(NamedTuple):
     errors: Bool[np.ndarray, " B"]
     timeouts: Bool[np.ndarray, " B"]
 
+    def rows(self, chosen: Int[np.ndarray, " C"]) -> Scores:
+        """Returns the scores of some rows, in this order."""
+
+        def pick(values: Any) -> Any:
+            if isinstance(values, dict):
+                return {name: value[chosen] for name, value in values.items()}
+            return [values[row] for row in chosen] if isinstance(values, list) else values[chosen]
+
+        return Scores(*map(pick, self))
+
+    @staticmethod
+    def joined(parts: Sequence[Scores]) -> Scores:
+        """Concatenates the scores of several batches."""
+
+        def join(values: list[Any]) -> Any:
+            if isinstance(values[0], dict):
+                return {name: np.concatenate([value[name] for value in values]) for name in values[0]}
+            return list(chain.from_iterable(values)) if isinstance(values[0], list) else np.concatenate(values)
+
+        return Scores(*(join([getattr(part, name) for part in parts]) for name in Scores._fields))
+
 
 class Scorer:
-    """Scores rollouts of a task; `with` it, or `close`, ends its processes."""
+    """Scores rollouts of a task, within `with`, which starts and ends the processes of rewards that are not quick."""
 
     def __init__(self, task: Task, tokenizer: Tokenizer, settings: Verifiers):
         self._task, self.tokenizer, self._settings = task, tokenizer, settings
         self._reward = task.reward if isinstance(task.reward, Reward) else None
         self._pool: VerifierPool | None = None
-        if self._reward is not None and not self._reward.quick:
-            self._pool = VerifierPool(self._reward, settings)  # its processes import while others compile
 
     def __call__(self, prompts: Sequence[Prompt], rollout: Rollout) -> Scores:
         """Scores this process's rows.
@@ -66,7 +86,7 @@ class Scorer:
         ]
         rows = list(zip(asked, completions, strict=True))
         judged: Sequence[Graded | TimedOut | Failed]
-        judged = [self._grade(*row) for row in rows] if self._pool is None else self._pool(rows)
+        judged = [self._grade(*row) for row in rows] if self._in_process else self._processes()(rows)
         failures = ["" if isinstance(one, Graded) else str(one) for one in judged]
         failed = np.asarray([bool(failure) for failure in failures])
         if failed.any():
@@ -92,6 +112,15 @@ class Scorer:
         )
 
     @property
+    def _in_process(self) -> bool:
+        return self._reward is None or self._reward.quick
+
+    def _processes(self) -> VerifierPool:
+        if self._pool is None:
+            self._pool = VerifierPool(self._reward, self._settings)
+        return self._pool
+
+    @property
     def part_names(self) -> tuple[str, ...]:
         """The parts of the reward that are logged."""
         return self._reward.part_names if self._reward is not None else ()
@@ -113,6 +142,8 @@ class Scorer:
             self._pool.close()
 
     def __enter__(self) -> Scorer:
+        if not self._in_process:
+            self._processes()  # they import while others compile
         return self
 
     def __exit__(
@@ -129,7 +160,7 @@ def agreed(scores: Scores, mesh: Mesh) -> Scores:
 
 
 def score_metrics(
-    scores: Scores, group: Int[np.ndarray, " B"], source: Int[np.ndarray, " B"], task: Task, mesh: Mesh
+    scores: Scores, group: Int[np.ndarray, " B"], component: Int[np.ndarray, " B"], task: Task, mesh: Mesh
 ) -> dict[str, float]:
     """What is logged of a step's rewards, over all processes; of rows whose reward is known, but for the counts."""
     known = scores.known
@@ -151,7 +182,7 @@ def score_metrics(
         sums += [has.sum(), values[has].sum(dtype=np.float64)]
     tasks = task.components if len(task.components) > 1 else ()
     for i in range(len(tasks)):
-        of_task = known & (source == i)
+        of_task = known & (component == i)
         sums += [of_task.sum(), scores.rewards[of_task].sum(dtype=np.float64)]
     totals = sharding.sum_over_processes(np.asarray(sums, np.float64)).tolist()
     rows, reward, square, correct, unanswered, num_groups, num_flat, errors, timeouts = totals[:9]

@@ -17,6 +17,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
+from p3o_jax.batch.keys import Purpose, run_key
 from p3o_jax.batch.types import Batch, Rollout
 from p3o_jax.config import Config
 from p3o_jax.devices import hlo, sharding
@@ -25,8 +26,9 @@ from p3o_jax.experience.batches import make_batch
 from p3o_jax.json_lines import first_line
 from p3o_jax.models import lora
 from p3o_jax.models.flops import forward_flops, update_flops
+from p3o_jax.parts import Parts, build
+from p3o_jax.sampler import Requests, Sampler
 from p3o_jax.sampler.decode import Options
-from p3o_jax.trainer import Trainer
 
 GIB = 2**30
 
@@ -52,28 +54,36 @@ def topology(name: str, num_slices: int = 1) -> list[jax.Device]:
         raise ValueError(f"no topology {name!r}: {reason} (libtpu comes with pip install 'p3o_jax[tpu]')") from error
 
 
-def abstract_sampler_arguments(trainer: Trainer) -> tuple[tuple, dict[str, Any]]:
+def _sampler(parts: Parts) -> Sampler:
+    """Narrows the engine to the one that is compiled here."""
+    assert isinstance(parts.engine, Sampler)
+    return parts.engine
+
+
+def abstract_sampler_arguments(parts: Parts) -> tuple[tuple, dict[str, Any]]:
     """What a rollout step hands to the compiled sampler, as shapes."""
-    config = trainer.config
+    config = parts.config
     longest = [0] * config.task.max_prompt_tokens
-    request, truncation = trainer.sampler.requests([longest], [0], config.sampling)
-    requests = _rows(request, config.prompts_per_step, trainer.sampler_mesh)
-    options = Options(config.samples_per_prompt, False, truncation, trainer.sampler_support)
-    arguments = (trainer.sampler.abstract_weights(), requests, jax.eval_shape(trainer.key, 0))
+    key = jax.eval_shape(lambda: run_key(config.seed, Purpose.TRAIN))
+    sampler = _sampler(parts)
+    request, truncation = sampler.padded(Requests([longest], [0], key, sampling=config.sampling))
+    requests = _rows(request, config.prompts_per_step, sampler.mesh)
+    options = Options(config.samples_per_prompt, False, truncation, parts.plan.sampler_support)
+    arguments = (sampler.abstract_weights(), requests, key)
     return arguments, {"options": options}
 
 
-def abstract_batch(trainer: Trainer) -> Batch:
+def abstract_batch(parts: Parts) -> Batch:
     """What the learner is given in an update, as shapes: rows of full length, the most there can be."""
-    config, learner = trainer.config, trainer.learner
-    arguments, options = abstract_sampler_arguments(trainer)
-    rollout: Rollout = jax.eval_shape(lambda *arrays: trainer.sampler.sample(*arrays, **options), *arguments)
+    config, learner = parts.config, parts.learner
+    arguments, options = abstract_sampler_arguments(parts)
+    rollout: Rollout = jax.eval_shape(lambda *arrays: _sampler(parts).sample(*arrays, **options), *arguments)
     one_row = jax.tree.map(lambda leaf: np.zeros((1, *leaf.shape[1:]), leaf.dtype), rollout)
     batch = make_batch(one_row, np.zeros(1, np.float32), learner_temperature=config.learner_temperature, step=0)
-    batch = _rows(batch, config.prompts_per_step // config.minibatches * config.samples_per_prompt, trainer.mesh)
-    if config.objective.snapshot == "rollout" or (config.objective.snapshot == "epoch" and config.minibatches > 1):
+    batch = _rows(batch, config.prompts_per_step // config.minibatches * config.samples_per_prompt, parts.mesh)
+    if parts.plan.snapshot_pass is not None:
         snapshot = jax.eval_shape(learner.snapshot, learner.abstract_state().params, batch)
-        batch = _rows(snapshot, batch.mask.shape[0], trainer.mesh)
+        batch = _rows(snapshot, batch.mask.shape[0], parts.mesh)
     return batch
 
 
@@ -107,40 +117,40 @@ def report(
     Raises:
         ValueError: the configuration does not fit the devices.
     """
-    trainer = Trainer(config, devices)
+    parts = build(config, devices)
     chip = CHIPS.get(devices[0].device_kind)
     memory = f"{chip.memory_gib:g} GiB each" if chip else "memory unknown"
-    shape = " x ".join(f"{axis} {size}" for axis, size in trainer.mesh.shape.items() if size > 1) or "one device"
+    shape = " x ".join(f"{axis} {size}" for axis, size in parts.mesh.shape.items() if size > 1) or "one device"
     yield f"{len(devices)} devices, {devices[0].device_kind} ({memory}): {shape}"
 
-    state, batch = trainer.learner.abstract_state(), abstract_batch(trainer)
-    remembered = (config.staleness + 1) * device_bytes(trainer.sampler.abstract_weights())
-    if trainer.remembers_params:
+    state, batch = parts.learner.abstract_state(), abstract_batch(parts)
+    remembered = (config.staleness + 1) * device_bytes(_sampler(parts).abstract_weights())
+    if parts.plan.keeps_params:
         remembered += (config.staleness + 1) * device_bytes(lora.split(state.params)[0])
     if "update" in programs:
         rows, tokens = batch.mask.shape
         yield ""
         yield f"update: {rows} rows x {tokens} tokens, {config.micro_batches} micro-batches"
-        yield from _update_flops(trainer, rows, tokens, trainer.mesh.size, chip)
-        yield from _compiled(lambda: trainer.learner.update.lower(state, batch), remembered, "sampler weights", chip)
+        yield from _update_flops(parts, rows, tokens, parts.mesh.size, chip)
+        yield from _compiled(lambda: parts.learner.update.lower(state, batch), remembered, "sampler weights", chip)
     if "sampler" not in programs:
         return
 
-    arguments, options = abstract_sampler_arguments(trainer)
+    arguments, options = abstract_sampler_arguments(parts)
     num_rows = config.prompts_per_step * config.samples_per_prompt
     task = config.task
     yield ""
     yield f"sampler: {num_rows} rows, prompts of {task.max_prompt_tokens} and responses of {task.max_response_tokens}"
-    yield from _sampler_flops(trainer, num_rows, trainer.sampler_mesh.size)
-    yield f"  weights a device, {config.precision}: {_gib(device_bytes(trainer.sampler.abstract_weights())).strip()}"
-    others = device_bytes(state) + remembered - device_bytes(trainer.sampler.abstract_weights())
-    yield from _compiled(lambda: trainer.sampler.sample.lower(*arguments, **options), others, "learner", chip)
+    yield from _sampler_flops(parts, num_rows, parts.engine.mesh.size)
+    yield f"  weights a device, {config.precision}: {_gib(device_bytes(_sampler(parts).abstract_weights())).strip()}"
+    others = device_bytes(state) + remembered - device_bytes(_sampler(parts).abstract_weights())
+    yield from _compiled(lambda: _sampler(parts).sample.lower(*arguments, **options), others, "learner", chip)
 
 
-def _update_flops(trainer: Trainer, rows: int, tokens: int, num_devices: int, chip: Chip | None) -> Iterator[str]:
-    config = trainer.config
-    extra = int(config.objective.statistics_scope == "batch" and config.micro_batches > 1)
-    flops = update_flops(config.model, trainer.tokenizer.vocab_size, rows, tokens, extra_passes=extra)
+def _update_flops(parts: Parts, rows: int, tokens: int, num_devices: int, chip: Chip | None) -> Iterator[str]:
+    config = parts.config
+    extra = int(parts.plan.first_look)
+    flops = update_flops(config.model, parts.tokenizer.vocab_size, rows, tokens, extra_passes=extra)
     yield (
         f"  FLOPs a device: {_tera(flops.total / num_devices)} = model {_tera(flops.model / num_devices)} "
         f"+ recomputed {_tera(flops.recomputed / num_devices)} + statistics {_tera(flops.extra_passes / num_devices)}"
@@ -149,10 +159,10 @@ def _update_flops(trainer: Trainer, rows: int, tokens: int, num_devices: int, ch
         yield f"  at the chip's peak: {flops.total / num_devices / chip.peak_flops:.2f} s"
 
 
-def _sampler_flops(trainer: Trainer, rows: int, num_devices: int) -> Iterator[str]:
-    config = trainer.config
+def _sampler_flops(parts: Parts, rows: int, num_devices: int) -> Iterator[str]:
+    config = parts.config
     tokens = config.task.max_prompt_tokens + config.task.max_response_tokens
-    flops = forward_flops(config.model, trainer.tokenizer.vocab_size, rows, tokens)
+    flops = forward_flops(config.model, parts.tokenizer.vocab_size, rows, tokens)
     yield f"  FLOPs a device, of rows of full length: {_tera(flops.total / num_devices)}"
 
 

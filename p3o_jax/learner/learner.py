@@ -27,15 +27,12 @@ from p3o_jax.batch.stats import num_sequences
 from p3o_jax.batch.types import Batch, Policy, Support
 from p3o_jax.devices import sharding
 from p3o_jax.learner.optimizer import OptimizerConfig, learning_rate_schedule, make_optimizer, select
+from p3o_jax.learner.plan import StepPlan
 from p3o_jax.models import lora
 from p3o_jax.models.log_probs import TokenDistributions, token_distributions
 from p3o_jax.models.transformer import Transformer, TransformerConfig, abstract_model, weight_specs
-from p3o_jax.objectives.base import Objective
 
 Metrics = dict[str, Any]
-
-TOKEN_LOG_PROBS = "policy/token_log_probs"
-_SEQUENCES = "rollout/sequences"
 
 
 class TrainState(NamedTuple):
@@ -48,6 +45,24 @@ class TrainState(NamedTuple):
     num_skipped_in_a_row: Int[Array, ""]
 
 
+class Gradients(NamedTuple):
+    """What one optimizer batch says, before anything is updated."""
+
+    gradients: nnx.State
+    loss: Float[Array, ""]
+    statistics: Any  # the objective's, of the whole batch
+    metrics: Metrics
+    sequences: metrics_lib.Sum  # that the batch holds
+    log_probs: Float[Array, "B T"] | None  # the policy's, of the targets, where they are kept
+
+
+class Update(NamedTuple):
+    """What an update leaves besides the state."""
+
+    metrics: Metrics
+    log_probs: Float[Array, "B T"] | None  # that it saw of the targets, where they are kept
+
+
 class Learner:
     """Updates a model's parameters by an objective, on a mesh."""
 
@@ -55,37 +70,33 @@ class Learner:
         self,
         config: TransformerConfig,
         vocab_size: int,
-        objective: Objective,
+        plan: StepPlan,
         optimizer: OptimizerConfig,
         mesh: Mesh,
         *,
         num_updates: int,
-        micro_batches: int = 1,
-        support_tokens: int = 64,
-        num_staleness: int = 1,
-        num_sources: int = 1,
+        num_tasks: int = 1,
         keep_log_probs: bool = False,
     ):
         """
         Args:
+            plan: the objective, and how a batch goes through the model.
             num_updates: optimizer updates in the whole run, for the learning-rate schedule.
-            micro_batches: in how many parts each device's rows go through the model.
-            support_tokens: k of a snapshot's distributions, for an objective that asks for their top k.
-            num_staleness, num_sources: groups whose ESS is logged each.
-            keep_log_probs: whether the metrics of an update have the log-probs [B, T] that it saw, as TOKEN_LOG_PROBS.
+            num_tasks: components of a mixture, whose ESS is logged each.
+            keep_log_probs: whether an update returns the log-probs [B, T] that it saw.
         """
-        self.mesh, self.objective, self.micro_batches = mesh, objective, micro_batches
-        self._config, self._vocab_size, self._support_tokens = config, vocab_size, support_tokens
-        self._groups = {"num_staleness": num_staleness, "num_sources": num_sources}
+        self.mesh, self.plan, self.objective = mesh, plan, plan.objective
+        self._config, self._vocab_size = config, vocab_size
+        self._groups = {"max_staleness": plan.staleness, "num_tasks": num_tasks}
         self._keep_log_probs = keep_log_probs
         self._graphdef, self._abstract = abstract_model(config, vocab_size)
         self._specs = weight_specs(self._abstract, mesh, sharding.LEARNER_RULES)
         self._optimizer = make_optimizer(optimizer, num_updates)
         self._learning_rate = learning_rate_schedule(optimizer, num_updates)
         self.update = jax.jit(self._update, donate_argnums=0)
-        """(state, batch) -> (state, metrics): one optimizer update; the old state's buffers are reused."""
-        self.gradients = jax.jit(lambda params, batch: self._sharded_gradients(params, batch)[:4])
-        """(params, batch) -> (gradients, loss, statistics, metrics) of one optimizer batch, without updating."""
+        """(state, batch) -> (state, `Update`): one optimizer update; the old state's buffers are reused."""
+        self.gradients = jax.jit(self._sharded_gradients)
+        """(params, batch) -> `Gradients` of one optimizer batch, without updating."""
         self.log_probs = jax.jit(self._sharded_log_probs)
         """(params, batch) -> log-probs and entropy [B, T] of the batch's targets, no gradient."""
         self.snapshot = jax.jit(self._with_snapshot)
@@ -141,8 +152,8 @@ class Learner:
 
     # One update, in plain jit: what needs no manual communication.
 
-    def _update(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        gradients, loss, statistics, metrics, log_probs = self._sharded_gradients(state.params, batch)
+    def _update(self, state: TrainState, batch: Batch) -> tuple[TrainState, Update]:
+        gradients, loss, statistics, metrics, sequences, log_probs = self._sharded_gradients(state.params, batch)
         gradient_norm = optax.tree.norm(gradients)
         finite = jnp.isfinite(loss) & jnp.isfinite(gradient_norm)
 
@@ -167,28 +178,28 @@ class Learner:
             "optim/grad_norm_max": metrics_lib.Max(gradient_norm),
             "optim/learning_rate": metrics_lib.Mean(learning_rate, one),
             "optim/skipped_updates": metrics_lib.Sum(as_float),
-            "rollout/dropped/nonfinite_update": metrics_lib.Sum(as_float * metrics.pop(_SEQUENCES).total),
+            "rollout/dropped/nonfinite_update": metrics_lib.Sum(as_float * sequences.total),
         }
-        return new_state, metrics | ({TOKEN_LOG_PROBS: log_probs} if self._keep_log_probs else {})
+        return new_state, Update(metrics, log_probs)
 
     # What runs on each device, on its rows and its shards of the weights.
 
     def _check(self, batch: Batch) -> None:
         """Raises ValueError if the rows do not divide over devices and micro-batches."""
         rows, shards = batch.mask.shape[0], sharding.num_batch_shards(self.mesh)
-        if rows % (shards * self.micro_batches):
+        if rows % (shards * self.plan.micro_batches):
             raise ValueError(
-                f"learner: {rows} rows do not divide over {shards} devices x micro_batches={self.micro_batches}"
+                f"learner: {rows} rows do not divide over {shards} devices x micro_batches={self.plan.micro_batches}"
             )
 
-    def _sharded_gradients(self, params: nnx.State, batch: Batch):
+    def _sharded_gradients(self, params: nnx.State, batch: Batch) -> Gradients:
         self._check(batch)
         rows, whole = sharding.batch_spec(self.mesh), PartitionSpec()
         gradients = jax.shard_map(
             self._local_gradients,
             mesh=self.mesh,
             in_specs=(self._specs, rows),
-            out_specs=(lora.split(self._specs)[0], whole, whole, whole, rows),
+            out_specs=Gradients(lora.split(self._specs)[0], whole, whole, whole, whole, rows),
         )
         return gradients(params, batch)
 
@@ -219,7 +230,7 @@ class Learner:
 
     def _split(self, batch: Batch) -> Batch:
         """Rows [B, ...] of a device -> micro-batches [M, B / M, ...]."""
-        count, rows = self.micro_batches, batch.mask.shape[0]
+        count, rows = self.plan.micro_batches, batch.mask.shape[0]
         return jax.tree.map(lambda leaf: leaf.reshape(count, rows // count, *leaf.shape[1:]), batch)
 
     def _distributions(self, params: nnx.State, batch: Batch, support: Any) -> TokenDistributions:
@@ -236,7 +247,7 @@ class Learner:
             return None
         if batch.support is not None and batch.support.indices is not None:
             return batch.support.indices
-        return "exact" if self.objective.support_form == "exact" else self._support_tokens
+        return "exact" if self.objective.support_form == "exact" else self.plan.support_tokens
 
     def _policy(self, params: nnx.State, batch: Batch) -> Policy:
         """What the objective sees of the model on these rows."""
@@ -253,18 +264,16 @@ class Learner:
             support = support._replace(indices=seen.indices)
         return batch._replace(support=support)
 
-    def _local_gradients(self, params: nnx.State, batch: Batch):
+    def _local_gradients(self, params: nnx.State, batch: Batch) -> Gradients:
         objective, axes = self.objective, sharding.batch_axes()
         denominator = jnp.maximum(sharding.sum_over_batch(objective.aggregation.count(batch)), 1.0)
         micro_batches = self._split(batch)
         local_params = sharding.vary_over_batch(params)
         trained, kept = lora.split(local_params)
 
-        takes_snapshot = objective.snapshot == "epoch" and batch.proximal_log_probs is None
-        chooses_support = takes_snapshot and objective.support == "proximal" and objective.support_form == "top_k"
-        wanted = takes_snapshot or objective.statistics_scope == "batch"
-        looks_first = chooses_support or (wanted and self.micro_batches > 1)
-        whole_batch = looks_first and objective.statistics_scope == "batch"
+        takes_snapshot = self.plan.snapshot_in_update and batch.proximal_log_probs is None
+        looks_first = self.plan.first_look and (takes_snapshot or self.plan.statistics_of_batch)
+        whole_batch = looks_first and self.plan.statistics_of_batch
 
         @jax.named_scope("statistics")
         def look(rows: Batch):
@@ -294,14 +303,14 @@ class Learner:
             share = jnp.sum(objective.aggregation.weights(rows) * per_token) / denominator
             log_probs = jax.lax.stop_gradient(policy.log_probs)
             metrics |= ess_breakdowns(log_probs, rows, **self._groups)
-            metrics[_SEQUENCES] = metrics_lib.Sum(num_sequences(rows.mask, rows.segment_ids))
-            return share, (of_batch, metrics, log_probs if self._keep_log_probs else None)
+            sequences = metrics_lib.Sum(num_sequences(rows.mask, rows.segment_ids))
+            return share, (of_batch, metrics, sequences, log_probs if self._keep_log_probs else None)
 
         value_and_gradient = jax.value_and_grad(local_loss, has_aux=True)
-        if self.micro_batches == 1:
+        if self.plan.micro_batches == 1:
             only = jax.tree.map(lambda leaf: leaf[0], micro_batches)
-            (loss, (statistics, metrics, log_probs)), gradients = value_and_gradient(trained, only)
-            metrics = jax.tree.map(lambda leaf: leaf[None], metrics)
+            (loss, (statistics, metrics, sequences, log_probs)), gradients = value_and_gradient(trained, only)
+            metrics, sequences = jax.tree.map(lambda leaf: leaf[None], (metrics, sequences))
         else:
 
             def accumulate(total, rows: Batch):
@@ -310,19 +319,20 @@ class Learner:
 
             zeros = jax.tree.map(lambda p: sharding.match_variance(jnp.zeros(p.shape, p.dtype), p), trained)
             gradients, scanned = jax.lax.scan(accumulate, zeros, micro_batches)
-            losses, of_micro_batches, metrics, log_probs = scanned
+            losses, of_micro_batches, metrics, sequences, log_probs = scanned
             log_probs = jax.tree.map(lambda leaf: leaf.reshape(-1, leaf.shape[-1]), log_probs)
             loss = losses.sum()
             if not whole_batch:
                 statistics = metrics_lib.fold(of_micro_batches)
 
-        metrics = metrics_lib.all_reduce(metrics, axes)  # [M] of each, reduced over devices in one go
+        metrics, sequences = metrics_lib.all_reduce((metrics, sequences), axes)  # [M] of each, over devices in one go
         worst = jnp.min(metrics["policy/ess"].value())
         metrics = {tag: _of_this_batch(metric) for tag, metric in metrics_lib.fold(metrics).items()}
         metrics["policy/ess_min"] = metrics_lib.Min(metrics["policy/ess"].value())
         metrics["policy/ess_min_micro_batch"] = metrics_lib.Min(worst)
         gradients = sharding.reduce_gradients(gradients, lora.split(params)[0])
-        return gradients, sharding.sum_over_batch(loss), statistics, metrics, log_probs
+        loss = sharding.sum_over_batch(loss)
+        return Gradients(gradients, loss, statistics, metrics, metrics_lib.fold(sequences), log_probs)
 
 
 def _of_this_batch(metric: Any) -> metrics_lib.Metric:

@@ -5,13 +5,23 @@ The loss is REINFORCE's with advantage 1 on demonstrations, so it is the learner
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 
+import jax
 import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
 
 from p3o_jax.batch.types import Batch, Inputs
+from p3o_jax.devices import sharding
+from p3o_jax.devices.processes import row_part
+from p3o_jax.learner.learner import Learner
 from p3o_jax.learner.optimizer import OptimizerConfig
+from p3o_jax.learner.plan import StepPlan
+from p3o_jax.models import lora
+from p3o_jax.models.transformer import TransformerConfig
+from p3o_jax.objectives import Reinforce
 from p3o_jax.tasks.base import Task
 
 
@@ -34,6 +44,43 @@ class WarmStart:
         for name in ("num_steps", "rows_per_step"):
             if getattr(self, name) < 1:
                 raise ValueError(f"warm_start.{name} must be at least 1, got {getattr(self, name)}")
+
+
+_UPDATES_BETWEEN_PAUSES = 20
+
+
+def taught(
+    task: Task, config: WarmStart, model: TransformerConfig, params: nnx.State, mesh: Mesh, *, seed: int,
+    pause: Callable[[], None] = lambda: None,
+) -> nnx.State:  # fmt: skip
+    """Trains all weights, adapters left aside, on demonstrations, and returns the parameters.
+
+    Args:
+        task: demonstrates.
+        config: how much, and how noisy.
+        model: the architecture.
+        params: where it starts, sharded as the learner has them.
+        mesh: the learner's.
+        seed: of the demonstrations.
+        pause: called now and then, and may raise.
+    """
+    teacher = Learner(
+        replace(model, lora=None),  # every weight
+        task.tokenizer.vocab_size,
+        StepPlan(Reinforce()),
+        config.optimizer,
+        mesh,
+        num_updates=config.num_steps,
+    )
+    if jax.process_index() == 0:
+        print(f"warm start: {config.num_steps} supervised updates", flush=True)
+    state = teacher.init_from(lora.without_adapters(params))
+    process, num_processes = row_part(mesh)
+    for i, batch in enumerate(demonstrations(task, config, seed, num_processes=num_processes, process=process)):
+        if i % _UPDATES_BETWEEN_PAUSES == 0:
+            pause()
+        state, _ = teacher.update(state, sharding.to_global(batch, mesh))
+    return lora.with_weights(params, state.params)
 
 
 def demonstrations(

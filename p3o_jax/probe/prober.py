@@ -17,10 +17,11 @@ from p3o_jax.devices.precision import Precision
 from p3o_jax.experience.batches import make_batch
 from p3o_jax.learner.learner import Learner
 from p3o_jax.learner.optimizer import OptimizerConfig
+from p3o_jax.learner.plan import StepPlan
 from p3o_jax.models.transformer import TransformerConfig
 from p3o_jax.objectives import P3OSnapshot, kl
 from p3o_jax.probe.findings import Cell, Mismatch, Report, Token, mismatch
-from p3o_jax.sampler import Sampler, Sampling, SamplingLimits, Weights
+from p3o_jax.sampler import Engine, Requests, Sampler, Sampling, SamplingLimits
 from p3o_jax.sampler.sampling import check_seed, is_temperature
 from p3o_jax.tokenizers.text import Tokenizer
 
@@ -76,17 +77,11 @@ class Prober:
         vocab_size = tokenizer.vocab_size
         self.kl: Literal["exact", "top_k"] = "exact" if vocab_size <= EXACT_VOCABULARY else "top_k"
         self._support: int | Literal["exact"] = "exact" if self.kl == "exact" else min(SUPPORT_TOKENS, vocab_size)
-        self._learner = Learner(
-            model,
-            vocab_size,
-            P3OSnapshot(kl=self.kl),  # its snapshot pass is the learner's forward, and takes the sampler's support
-            OptimizerConfig(),
-            mesh,
-            num_updates=1,
-            support_tokens=SUPPORT_TOKENS,
-        )
+        # The objective's snapshot pass is the learner's forward, and takes the sampler's support.
+        plan = StepPlan(P3OSnapshot(kl=self.kl), support_tokens=SUPPORT_TOKENS)
+        self._learner = Learner(model, vocab_size, plan, OptimizerConfig(), mesh, num_updates=1)
         self._own = Precision(model.dtype, model.dtype, model.dtype)
-        self._samplers = {
+        self._engines: dict[Precision, Engine] = {
             precision: Sampler(model, vocab_size, limits, precision, mesh)
             for precision in (self._own, *settings.precisions)
         }
@@ -112,7 +107,7 @@ class Prober:
             ValueError: a prompt does not fit, or a sampler's log-probs are not finite.
         """
         settings, own = self._settings, self._own
-        weights = self._samplers[own].synchronise(params)
+        weights = self._engines[own].publish(params)
         floor, drawn = self._cell(own, settings.learner_temperature, 0, weights, params, prompts)
         batch_shape = self._batch_shape(params, drawn)
         del drawn
@@ -121,7 +116,7 @@ class Prober:
         for staleness, load in ({0: lambda: params} if policies is None else policies).items():
             sampled_by = load()
             for precision in settings.precisions:
-                weights = self._samplers[precision].synchronise(sampled_by, -staleness)
+                weights = self._engines[precision].publish(sampled_by, -staleness)
                 for temperature in settings.temperatures:
                     if (precision, temperature, staleness) == (own, settings.learner_temperature, 0):
                         cell = floor
@@ -136,7 +131,7 @@ class Prober:
         precision: Precision,
         temperature: float,
         staleness: int,
-        weights: Weights,
+        weights: Any,
         params: nnx.State,
         prompts: Sequence[tuple[int, Sequence[int]]],
     ) -> tuple[Cell, list[tuple[Batch, Any]]]:
@@ -159,17 +154,16 @@ class Prober:
         drawn = [(batch, rollout.group) for batch, rollout in zip(batches, rollouts, strict=True)]
         return Cell(str(precision), temperature, staleness, found, top), drawn
 
-    def _draw(self, precision: Precision, weights: Weights, temperature: float, prompts: Sequence) -> Rollout:
-        rollout = self._samplers[precision](
-            weights,
+    def _draw(self, precision: Precision, weights: Any, temperature: float, prompts: Sequence) -> Rollout:
+        requests = Requests(
             [ids for _, ids in prompts],
             [index for index, _ in prompts],
-            key=jax.random.key(self._settings.seed),
-            num_samples=self._settings.samples_per_prompt,
-            sampling=Sampling(temperature),
+            jax.random.key(self._settings.seed),
+            self._settings.samples_per_prompt,
+            Sampling(temperature),
             support=self._support,
         )
-        return sharding.to_local(rollout)
+        return sharding.to_local(self._engines[precision].generate(weights, requests))
 
     def _batch(self, rollout: Rollout) -> Batch:
         no_advantages = np.zeros(len(rollout.tokens), np.float32)
@@ -212,7 +206,7 @@ class Prober:
             before = rollout.tokens[row, max(0, at - 24) : at].tolist()
             yield Token(
                 int(rollout.group[row]),
-                at - int(rollout.prompt_length[row]),
+                int(rollout.action_mask[row, :at].sum()),
                 self._tokenizer.decode(before),
                 self._tokenizer.decode([int(rollout.tokens[row, at])]) or f"<{int(rollout.tokens[row, at])}>",
                 float(of_learner[i][row, column]),

@@ -18,7 +18,7 @@ class Prompt(NamedTuple):
     text: str  # what the model sees
     answer: str  # a correct completion or its final answer; empty if the task knows none
     metadata: dict[str, Any]  # what else the reward needs
-    source: int = 0  # which task of a mixture it is from
+    task: int = 0  # which task of a mixture it is from
 
 
 class Completion(str):

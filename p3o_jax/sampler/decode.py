@@ -30,7 +30,7 @@ OnDraw = Callable[[np.ndarray, np.ndarray, np.ndarray, np.ndarray], None]
 the token, and its log-prob. Called by every device that has the slot, possibly out of order."""
 
 
-class Requests(NamedTuple):
+class Padded(NamedTuple):
     """What is asked of the sampler: N prompts, right-padded to the same length, and how to answer them."""
 
     tokens: Int[Array, "N P"]
@@ -84,7 +84,12 @@ class _Loop(NamedTuple):
 
 
 def sample(
-    model: Transformer, requests: Requests, key: Array, policy_version: Int[Array, ""], options: Options, limits: Limits
+    model: Transformer,
+    requests: Padded,
+    key: Array,
+    policy_version: Int[Array, ""],
+    options: Options,
+    limits: Limits,
 ) -> Rollout:
     """Responses of one device's rows, ordered by prompt, then sample.
 
@@ -145,23 +150,26 @@ def sample(
     state = jax.lax.while_loop(
         lambda state: (state.row < num_rows).any() | (state.next_row < num_rows), step, draw_next(state)
     )
+    total = length + state.rows.response_length
+    at = jnp.arange(limits.total_tokens, dtype=jnp.int32)
     return Rollout(
         tokens=state.rows.tokens,
-        prompt_length=length,
-        response_length=state.rows.response_length,
+        length=total,
+        action_mask=(at >= length[:, None]) & (at < total[:, None]),
         behaviour_log_probs=state.rows.log_probs,
         temperature=settings.temperature,
-        policy_version=like_rows(jnp.full((num_rows,), policy_version)),
+        policy_version=like_rows(jnp.full((num_rows, limits.total_tokens), policy_version)),
         source=jnp.zeros_like(length),
         finish_reason=state.rows.finish_reason,
         group=index,
+        task=jnp.zeros_like(length),
         support=state.rows.support,
     )
 
 
 @jax.named_scope("prefill")
 def _prefill(
-    model: Transformer, requests: Requests, slots: int, cache_format: str
+    model: Transformer, requests: Padded, slots: int, cache_format: str
 ) -> tuple[Float[Array, "N V"], KVCache]:
     """Every prompt through the model, `slots` at a time: the logits after it, and its keys and values [L N K P H]."""
 
@@ -186,7 +194,7 @@ def _prefill(
     return logits.reshape(-1, logits.shape[-1])[:num_prompts], jax.tree.map(whole, cache)
 
 
-def _empty_rows(requests: Requests, prompt_of: np.ndarray, options: Options, limits: Limits, vocab_size: int) -> _Rows:
+def _empty_rows(requests: Padded, prompt_of: np.ndarray, options: Options, limits: Limits, vocab_size: int) -> _Rows:
     """The prompts, with room for the responses."""
     like_rows = partial(sharding.match_variance, like=requests.length)
     room = ((0, 0), (0, limits.total_tokens - requests.tokens.shape[1]))

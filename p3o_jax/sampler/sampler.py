@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import jax
 import numpy as np
@@ -24,8 +23,9 @@ from p3o_jax.devices import sharding
 from p3o_jax.devices.precision import Precision
 from p3o_jax.models.transformer import TransformerConfig
 from p3o_jax.sampler import decode
-from p3o_jax.sampler.decode import OnDraw, Options, Requests
-from p3o_jax.sampler.sampling import AS_THEY_ARE, NOTHING_CUT, RowSampling, Sampling, Truncation
+from p3o_jax.sampler.decode import OnDraw, Options, Padded
+from p3o_jax.sampler.engine import Requests
+from p3o_jax.sampler.sampling import NOTHING_CUT, RowSampling, Sampling, Truncation
 from p3o_jax.sampler.weights import WeightFormat, Weights
 
 
@@ -55,7 +55,7 @@ def prompt_buckets(limit: int) -> list[int]:
 
 
 class Sampler:
-    """Samples responses from weights that `synchronise` prepared."""
+    """Samples responses from weights that `publish` prepared."""
 
     def __init__(
         self,
@@ -98,86 +98,52 @@ class Sampler:
         self.sample = jax.jit(self._sharded_sample, static_argnames="options")
         """The compiled part of a call: weights, requests and key -> rollout."""
 
-    def synchronise(self, params: nnx.State, version: int = 0) -> Weights:
+    def publish(self, params: nnx.State, version: int = 0) -> Weights:
         """Learner parameters -> the sampler's own copy: adapters merged, cast or quantised, moved to its sharding.
 
         Nothing else outlives a call, so there is no cache that could belong to another version.
         """
-        return self._format.synchronise(params, version)
+        return self._format.convert(params, version)
 
     def abstract_weights(self) -> Weights:
-        """Shapes, dtypes and shardings of what `synchronise` returns, for restoring a checkpoint."""
+        """Shapes, dtypes and shardings of what `publish` returns, for restoring a checkpoint."""
         return self._format.abstract()
 
-    def __call__(
-        self,
-        weights: Weights,
-        prompts: Sequence[Sequence[int]],
-        prompt_indices: Sequence[int],
-        *,
-        key: Array,
-        num_samples: int = 1,
-        sampling: Sampling | Sequence[Sampling] = AS_THEY_ARE,
-        response_limits: Sequence[int] | None = None,
-        greedy: bool = False,
-        support: int | Literal["exact"] | None = None,
-        on_draw: OnDraw | None = None,
-    ) -> Rollout:
-        """Responses to this process's prompts, `num_samples` each, on the device.
+    def generate(self, weights: Weights, requests: Requests, on_draw: OnDraw | None = None) -> Rollout:
+        """Draws responses to this process's prompts, on the device.
 
         Args:
-            weights: from `synchronise`.
-            prompts: token ids; their number must divide by the devices of this process that share rows.
-            prompt_indices: one id a prompt; rows are keyed by it and grouped by it.
-            key: of the seed and the purpose (training step, evaluation).
-            num_samples: rows of each prompt.
-            sampling: temperature and truncation, of all prompts or of each.
-            response_limits: longest response of each prompt, at most `limits.response_tokens`, which is the default.
-            greedy: take the most likely token instead; log-probs are then 0, those of a certain event.
-            support: what to keep of every distribution sampled from besides the token's own log-prob: of the
-                k most likely tokens (a number), or of the whole vocabulary ("exact"); -inf at tokens that are cut.
+            weights: from `publish`.
+            requests: what is asked; a response limit is at most `limits.response_tokens`, which is the default.
             on_draw: is told of every token as it is drawn, for a person who waits; compiled for this function.
 
         Returns:
             A `Rollout` of global arrays, rows ordered by prompt, then sample.
 
         Raises:
-            ValueError: an empty or too long prompt, a token outside the vocabulary, prompts that do not divide over the
-                devices, or settings that do not go with the prompts.
+            ValueError: an empty or too long prompt, a token outside the vocabulary, or prompts that do not divide over
+                the devices.
         """
-        if greedy and support is not None:
-            raise ValueError("sampler: support is of sampled distributions, and greedy=True does not sample")
-        if num_samples < 1:
-            raise ValueError(f"sampler: num_samples must be at least 1, got {num_samples}")
-        if not (support in (None, "exact") or (isinstance(support, int) and support > 0)):
-            raise ValueError(f"sampler: support must be None, 'exact' or a number of tokens, got {support!r}")
-        shards, processes = sharding.num_batch_shards(self.mesh), jax.process_count()
-        if len(prompts) == 0 or len(prompts) * processes % shards:
+        shards, processes, asked = sharding.num_batch_shards(self.mesh), jax.process_count(), requests
+        if len(asked.prompts) == 0 or len(asked.prompts) * processes % shards:
             raise ValueError(
-                f"sampler: {len(prompts)} prompts of each of {processes} processes do not divide over {shards} devices"
+                f"sampler: {len(asked.prompts)} prompts of each of {processes} processes do not divide over {shards} "
+                "devices"
             )
-        requests, truncation = self.requests(prompts, prompt_indices, sampling, response_limits)
-        options = Options(num_samples, greedy, NOTHING_CUT if greedy else truncation, support, on_draw)
-        return self.sample(weights, sharding.to_global(requests, self.mesh), key, options=options)
+        padded, truncation = self.padded(asked)
+        truncation = NOTHING_CUT if asked.greedy else truncation
+        options = Options(asked.num_samples, asked.greedy, truncation, asked.support, on_draw)
+        return self.sample(weights, sharding.to_global(padded, self.mesh), asked.key, options=options)
 
-    def requests(
-        self,
-        prompts: Sequence[Sequence[int]],
-        prompt_indices: Sequence[int],
-        sampling: Sampling | Sequence[Sampling],
-        response_limits: Sequence[int] | None = None,
-    ) -> tuple[Requests, Truncation]:
-        """Checked and padded, on the host; padding and truncation are those of all processes' prompts together."""
-        longest, room = self.limits.prompt_tokens, self.limits.response_tokens
-        settings = [sampling] * len(prompts) if isinstance(sampling, Sampling) else list(sampling)
-        limits = [room] * len(prompts) if response_limits is None else response_limits
-        for name, values in (("prompt_indices", prompt_indices), ("sampling", settings), ("response_limits", limits)):
-            if len(values) != len(prompts):
-                raise ValueError(f"sampler: {len(values)} {name} for {len(prompts)} prompts")
-        indices = _int32(prompt_indices, 0, 2**31 - 1, "prompt index")
+    def padded(self, asked: Requests) -> tuple[Padded, Truncation]:
+        """Checks and pads the prompts, on the host, to the width and truncation that all processes' prompts need."""
+        longest, room, prompts = self.limits.prompt_tokens, self.limits.response_tokens, asked.prompts
+        settings = [asked.sampling] * len(prompts) if isinstance(asked.sampling, Sampling) else list(asked.sampling)
+        limits = [room] * len(prompts) if asked.response_limits is None else asked.response_limits
+        indices = _int32(asked.indices, 0, 2**31 - 1, "prompt index")
         room_of = _int32(limits, 1, room, "response limit")
         tokens = []
-        for index, prompt in zip(prompt_indices, prompts, strict=True):
+        for index, prompt in zip(asked.indices, prompts, strict=True):
             if not 0 < len(prompt) <= longest:
                 raise ValueError(f"sampler: prompt {index} has {len(prompt)} tokens, allowed are 1 to {longest}")
             tokens.append(_int32(prompt, 0, self._vocab_size - 1, f"token of prompt {index}"))
@@ -189,7 +155,7 @@ class Sampler:
         padded = np.zeros((len(prompts), width), np.int32)
         for row, ids in zip(padded, tokens, strict=True):
             row[: len(ids)] = ids
-        requests = Requests(
+        requests = Padded(
             padded,
             np.asarray([len(ids) for ids in tokens], np.int32),
             indices,
@@ -198,10 +164,10 @@ class Sampler:
         )
         return requests, Truncation(int(top_k) or None, bool(top_p), bool(min_p))
 
-    def _sharded_sample(self, weights: Weights, requests: Requests, key: Array, *, options: Options) -> Rollout:
+    def _sharded_sample(self, weights: Weights, requests: Padded, key: Array, *, options: Options) -> Rollout:
         rows, whole = sharding.batch_spec(self.mesh), PartitionSpec()
 
-        def local(weights: Weights, requests: Requests, key: Array) -> Rollout:
+        def local(weights: Weights, requests: Padded, key: Array) -> Rollout:
             model = nnx.merge(self._format.graphdef, weights.params)
             return decode.sample(model, requests, key, weights.version, options, self._decode_limits)
 

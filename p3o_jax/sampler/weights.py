@@ -75,14 +75,14 @@ class WeightFormat:
         self.quantise = jax.jit(quantise, out_shardings=self._place if self._same_devices else stays)
         """(params, version) -> weights, on the sampler's mesh if it has the learner's devices, else where they were."""
 
-    def synchronise(self, params: nnx.State, version: int) -> Weights:
+    def convert(self, params: nnx.State, version: int) -> Weights:
         """Learner parameters -> the sampler's weights: one compiled call, and one transfer if the sampler has devices
         of its own."""
         weights = self.quantise(params, jnp.int32(version))
         return weights if self._same_devices else jax.device_put(weights, self._place)
 
     def abstract(self) -> Weights:
-        """Shapes, dtypes and shardings of what `synchronise` returns, for restoring a checkpoint."""
+        """Shapes, dtypes and shardings of what `convert` returns, for restoring a checkpoint."""
         shapes = Weights(self._abstract, jax.ShapeDtypeStruct((), jnp.int32))
 
         def described(leaf: jax.ShapeDtypeStruct, place: NamedSharding) -> jax.ShapeDtypeStruct:

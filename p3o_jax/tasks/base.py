@@ -67,7 +67,7 @@ class Task(ABC):
 
     @property
     def components(self) -> tuple[Task, ...]:
-        """What `Prompt.source` counts, each evaluated on its own; only a mixture has more than one."""
+        """What `Prompt.task` counts, each evaluated on its own; only a mixture has more than one."""
         return (self,)
 
     @abstractmethod

@@ -90,7 +90,7 @@ class Mixture(Task):
 
     def demonstration(self, prompt: Prompt, noise: float, rng: np.random.Generator) -> str:
         """Its task's."""
-        return self.components[prompt.source].demonstration(prompt, noise, rng)
+        return self.components[prompt.task].demonstration(prompt, noise, rng)
 
 
 @dataclass(frozen=True)
@@ -135,9 +135,9 @@ class _OfSource(Reward):
 
     def grade(self, prompt: Prompt, completion: str) -> Graded:
         """As the task grades; a part that it does not have is NaN."""
-        reward = self._rewards[prompt.source]
+        reward = self._rewards[prompt.task]
         if reward is None:
-            one = graded(self.tasks[prompt.source].reward(prompt, completion), completion)
+            one = graded(self.tasks[prompt.task].reward(prompt, completion), completion)
         else:
             one = reward.grade(prompt, completion)
         parts = dict(zip(reward.part_names if reward else (), one.parts, strict=True))
@@ -171,4 +171,4 @@ class _MixedPrompts:
         source = int(np.searchsorted(self._ends, point, side="right"))
         start = self._ends[source - 1] if source else 0
         prompt = self._sources[source][(point - start) % len(self._sources[source])]
-        return prompt._replace(index=index, source=source)
+        return prompt._replace(index=index, task=source)

@@ -2,30 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 
-from p3o_jax.batch.types import Batch
-from p3o_jax.config import hyperparameters
-from p3o_jax.devices.processes import all_rows, fail_together
-from p3o_jax.experience.batches import readable
-from p3o_jax.experience.filtering import Gathered
-from p3o_jax.runs.directory import RunDirectory
-from p3o_jax.trainer import Trainer
-from p3o_jax.writers import Progress, Writer
+from p3o_jax.devices.processes import fail_together
+from p3o_jax.writers.progress import Progress
+from p3o_jax.writers.writer import Writer
 
 
 class Recorder:
-    """Of one run, while it is inside it. Every process must make each call; only the first writes."""
+    """Records one run, while it is inside `with`. Every process must make each call; only the first writes."""
 
-    def __init__(self, trainer: Trainer, directory: RunDirectory):
-        self._trainer, self._config = trainer, trainer.config
-        self._writer = Writer(directory.path, enabled=trainer.is_main)
-        self._progress = Progress(trainer.config.num_steps, enabled=trainer.is_main)
+    def __init__(self, run_dir: Path, num_steps: int, hyperparameters: Mapping[str, bool | int | float | str]):
+        """
+        Args:
+            run_dir: where it is written.
+            num_steps: of the whole run, for the line of progress.
+            hyperparameters: what TensorBoard compares runs by.
+        """
+        is_main = jax.process_index() == 0
+        self._writer, self._progress = Writer(run_dir, enabled=is_main), Progress(num_steps, enabled=is_main)
+        self._hyperparameters = hyperparameters
         self.last: dict[str, float] = {}
         """The last value of every metric."""
         self.flush = self._writer.flush
@@ -35,35 +36,20 @@ class Recorder:
         """Begins, or goes back: what was written of this step and those after it is forgotten."""
         with fail_together():
             self._writer.resume_at(step)
-            self._writer.describe(hyperparameters(self._config))
+            self._writer.describe(self._hyperparameters)
 
     def metrics(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Writes the metrics of a step."""
         with fail_together():
             self.last |= self._writer.write(step, metrics)
 
-    def step(
-        self,
-        step: int,
-        metrics: Mapping[str, Any],
-        gathered: Gathered,
-        batch: Batch,
-        advantages: np.ndarray,
-        log_probs: list[jax.Array],
-    ) -> None:
-        """Writes a step: its metrics, and its rollouts if that is due.
+    def rollouts(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Writes the rollouts of a step, as `batches.readable` makes them of all processes' rows."""
+        with fail_together():
+            self._writer.rollouts(step, rows)
 
-        Args:
-            log_probs: what the updates saw (`updates.Updated`).
-        """
-        self.metrics(step, metrics)
-        if self._config.is_due(step, self._config.write_rollouts_every):
-            rewards = np.where(gathered.scores.known, gathered.scores.rewards, np.nan)
-            seen = self._trainer.updates.token_log_probs(batch, log_probs)
-            rows = (gathered.rollout._replace(support=None), rewards, advantages, seen)
-            rows = all_rows(rows, self._trainer.mesh)
-            with fail_together():
-                self._writer.rollouts(step, readable(gathered.prompts, *rows, tokenizer=self._trainer.tokenizer))
+    def progress(self, step: int) -> None:
+        """Shows how far the run is."""
         self._progress.update(step, self.last)
 
     def __enter__(self) -> Recorder:

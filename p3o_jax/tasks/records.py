@@ -32,7 +32,11 @@ class Records(Protocol):
         """The file and line of a row, for messages."""
 
     def scan(self, paths: Sequence[str]) -> Iterator[dict[str, Any]]:
-        """All rows in order, with at least the columns of these paths."""
+        """All rows in order, with at least the columns of these paths that there are."""
+
+    @property
+    def paths(self) -> Sequence[Path]:
+        """Its files."""
 
 
 def open_records(path: str) -> list[Records]:
@@ -139,6 +143,10 @@ class _JsonLines(_ReadByRow):
     def where(self, row: int) -> str:
         return f"{self._path}:{self._numbers[row]}"
 
+    @property
+    def paths(self) -> Sequence[Path]:
+        return [self._path]
+
 
 class _JsonArray(_ReadByRow):
     def __init__(self, path: Path):
@@ -161,6 +169,10 @@ class _JsonArray(_ReadByRow):
     def where(self, row: int) -> str:
         return f"{self._path}, entry {row + 1}"
 
+    @property
+    def paths(self) -> Sequence[Path]:
+        return [self._path]
+
 
 class _JsonFiles(_ReadByRow):
     def __init__(self, path: Path):
@@ -176,6 +188,10 @@ class _JsonFiles(_ReadByRow):
 
     def where(self, row: int) -> str:
         return str(self._paths[row])
+
+    @property
+    def paths(self) -> Sequence[Path]:
+        return self._paths
 
 
 class _Parquet:
@@ -204,11 +220,15 @@ class _Parquet:
     def where(self, row: int) -> str:
         return f"{self._path}, row {row + 1}"
 
+    @property
+    def paths(self) -> Sequence[Path]:
+        return [self._path]
+
     def scan(self, paths: Sequence[str]) -> Iterator[dict[str, Any]]:
         wanted = {path.partition(".")[0] for path in paths}
-        if not wanted <= self._columns.keys():
-            yield self[0]  # which says what is missing, and what there is
-        for batch in self._table.select(sorted(wanted)).to_batches(max_chunksize=_SCAN_ROWS):
+        # Where one is missing all are given: whoever reads a row then says what there is.
+        table = self._table.select(sorted(wanted)) if wanted <= self._columns.keys() else self._table
+        for batch in table.to_batches(max_chunksize=_SCAN_ROWS):
             yield from batch.to_pylist()
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from typing import TextIO
+from typing import Any, TextIO
 
 _KEPT = "\n\t"
 _CONTROLS = [
@@ -40,11 +40,14 @@ def say(text: object, stream: TextIO | None = None) -> None:
     print(shown(text, stream), file=stream, flush=True)
 
 
-class _Escaping(logging.Formatter):
-    def format(self, record: logging.LogRecord) -> str:
-        return shown(super().format(record), sys.stderr)
-
-
 def escape_warnings() -> None:
-    """Makes what is logged go to a terminal escaped, where nobody has set up logging otherwise."""
-    logging.lastResort.setFormatter(_Escaping())
+    """Makes what this package logs go to a terminal escaped, whichever handler shows it."""
+    before = logging.getLogRecordFactory()
+
+    def record(*arguments: Any, **options: Any) -> logging.LogRecord:
+        made = before(*arguments, **options)
+        if made.name.startswith("p3o_jax"):
+            made.msg, made.args = shown(made.getMessage(), sys.stderr), ()
+        return made
+
+    logging.setLogRecordFactory(record)

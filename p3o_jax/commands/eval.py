@@ -11,6 +11,7 @@ from typing import Annotated
 import tyro
 
 from p3o_jax.devices.sharding import MeshShape
+from p3o_jax.tasks.faults import UnusableRows
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,9 @@ class Arguments:
     """Of a published model: what the system says first."""
     verifier_timeout_seconds: float = 5.0
     """A verifier that takes longer is killed, and its completion counted as failed."""
+    unusable_rows: UnusableRows | None = None
+    """What becomes of rows whose text the tokenizer refuses, or whose answer the reward cannot judge: refuse to
+    evaluate, or leave_out such rows. Default: as the task says, which refuses if it is not told otherwise."""
     mesh: Annotated[MeshShape, tyro.conf.arg(name="mesh")] = field(default_factory=MeshShape)
     """Which devices work."""
     seed: int = 0
@@ -68,7 +72,8 @@ def run(arguments: Sequence[str]) -> None:
     from p3o_jax.devices.precision import parse
     from p3o_jax.evaluation.evaluate import evaluate
     from p3o_jax.evaluation.files import write_evaluation
-    from p3o_jax.experience.prompts import encoded, evaluation_set
+    from p3o_jax.experience.prompts import encoded, evaluation_sets_of
+    from p3o_jax.experience.row_checks import Checks, usable
     from p3o_jax.experience.scoring import Scorer
     from p3o_jax.policies import load_policy
     from p3o_jax.rewards.pool import Verifiers
@@ -93,10 +98,12 @@ def run(arguments: Sequence[str]) -> None:
     policy = load_policy(asked.policy, mesh, chat=asked.chat, system_prompt=asked.system_prompt)
     if not tasks and policy.config is None:
         raise ValueError(f"eval: {asked.policy} is no run, which would have a task of its own: give --task")
-    components = [one for task in tasks or [policy.config.task] for one in task.components]
+    checks = Checks(policy.tokenizer, verifiers, ("evaluation",), unusable_rows=asked.unusable_rows)
+    tasks = [usable(task, checks) for task in tasks or [policy.config.task]]
+    components = [one for task in tasks for one in task.components]
     name = Path(asked.policy).name.replace("@", "_step_")
     output = asked.output or Path("runs", "eval", name, time.strftime("%Y-%m-%d_%H-%M-%S"))
-    sets = [encoded(evaluation_set(task, asked.prompts), policy.tokenizer) for task in components]
+    sets = [encoded(prompts, policy.tokenizer) for task in tasks for prompts in evaluation_sets_of(task, asked.prompts)]
     prompt_tokens = max(len(ids) for prompts in sets for _, ids in prompts)  # one program serves all tasks
     samplers: dict[int, Sampler] = {}
     for task, prompts in zip(components, sets, strict=True):

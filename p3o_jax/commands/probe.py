@@ -194,6 +194,7 @@ def _prompts(asked: Arguments, policy: Policy) -> tuple[list[tuple[int, list[int
     """Prompts, each with its index (in a file, its line from 0), and the longest response."""
     from p3o_jax.commands.experiment import configuration
     from p3o_jax.experience.prompts import evaluation_prompts
+    from p3o_jax.experience.row_checks import Checks, usable
     from p3o_jax.json_lines import read_text_lines
 
     if asked.prompts is not None:
@@ -202,6 +203,7 @@ def _prompts(asked: Arguments, policy: Policy) -> tuple[list[tuple[int, list[int
             raise ValueError(f"probe: there is no prompt in {asked.prompts}")
     else:
         task = policy.config.task if asked.task is None else configuration(asked.task).task
+        task = usable(task, Checks(policy.tokenizer, None, ("evaluation",)))
         texts = [(prompt.index, prompt.text) for prompt in evaluation_prompts(task, asked.num_prompts)]
         limit = task.max_response_tokens
     if asked.response_tokens is not None:

@@ -17,7 +17,17 @@ from p3o_jax.rewards.base import Prompt
 from p3o_jax.tasks.questions import Questions, digest_of
 from p3o_jax.tokenizers.text import PRINTABLE_ASCII, ByteTokenizer, Tokenizer
 
-__all__ = ["EVALUATION_SEED", "DrawnPrompts", "Prompt", "PromptSource", "Split", "Task", "digest_of", "noisy", "split_of"]
+__all__ = [
+    "EVALUATION_SEED",
+    "DrawnPrompts",
+    "Prompt",
+    "PromptSource",
+    "Split",
+    "Task",
+    "digest_of",
+    "noisy",
+    "split_of",
+]
 
 Split = Literal["train", "evaluation"]
 

@@ -49,8 +49,9 @@ class Dataset(Task):
     label: str = ""
     """Its name in tags and paths. Empty: the file's."""
     unusable_rows: UnusableRows = "refuse"
-    """What becomes of rows without text or answer, with text that the tokenizer refuses, or with an answer that the
-    reward cannot compare with itself: refuse the run before its first step, or leave_out such rows, and count them."""
+    """What becomes of rows without text or answer, or with an answer that the reward does not find equal to itself, and
+    of those for evaluation whose text the tokenizer refuses: refuse the run before its first step, or leave_out such
+    rows, and count them. Rows for training that the tokenizer refuses are left out and counted either way."""
 
     def __post_init__(self) -> None:
         if not self.path and not self.evaluation_path:

@@ -48,4 +48,4 @@ class Faults:
             )
         if not num_left:
             raise ValueError(f"{self.dataset}: no row can be used: {listed}")
-        _logger.warning("%s: %s cannot be used and are left out, %d stay: %s", self.dataset, rows, num_left, listed)
+        _logger.warning("%s: left out %s that cannot be used, %d stay: %s", self.dataset, rows, num_left, listed)

@@ -31,8 +31,8 @@ class Records(Protocol):
     def where(self, row: int) -> str:
         """The file and line of a row, for messages."""
 
-    def scan(self, paths: Sequence[str]) -> Iterator[dict[str, Any]]:
-        """All rows in order, with at least the columns of these paths that there are."""
+    def scan(self, paths: Sequence[str] | None = None) -> Iterator[dict[str, Any]]:
+        """All rows in order, with at least the columns of these paths that there are. None: with all columns."""
 
     @property
     def paths(self) -> Sequence[Path]:
@@ -113,7 +113,7 @@ class _ReadByRow(ABC):
     @abstractmethod
     def __getitem__(self, row: int) -> dict[str, Any]: ...
 
-    def scan(self, paths: Sequence[str]) -> Iterator[dict[str, Any]]:
+    def scan(self, paths: Sequence[str] | None = None) -> Iterator[dict[str, Any]]:
         return (self[row] for row in range(len(self)))
 
 
@@ -224,8 +224,8 @@ class _Parquet:
     def paths(self) -> Sequence[Path]:
         return [self._path]
 
-    def scan(self, paths: Sequence[str]) -> Iterator[dict[str, Any]]:
-        wanted = {path.partition(".")[0] for path in paths}
+    def scan(self, paths: Sequence[str] | None = None) -> Iterator[dict[str, Any]]:
+        wanted = {path.partition(".")[0] for path in paths or self._columns}
         # Where one is missing all are given: whoever reads a row then says what there is.
         table = self._table.select(sorted(wanted)) if wanted <= self._columns.keys() else self._table
         for batch in table.to_batches(max_chunksize=_SCAN_ROWS):

@@ -119,8 +119,11 @@ def index_of(
     return {split: of.rows(opened) for split, of in found.items()}, faults
 
 
-def iterate(rows: Rows, columns: Sequence[str]) -> Iterator[tuple[int, dict[str, Any], str]]:
-    """Yields rows in order, each with its position and its file and line; columns other than these may be left out.
+def iterate(rows: Rows, columns: Sequence[str] | None = None) -> Iterator[tuple[int, dict[str, Any], str]]:
+    """Yields rows in order, each with its position and its file and line.
+
+    Args:
+        columns: those that are needed. None: all.
 
     In one pass over the files, which for Parquet is much quicker than row by row.
     """

@@ -141,7 +141,9 @@ def test_what_a_list_has_is_not_drawn_for_the_other_split(tmp_path, seed):
     of_train, of_evaluation = ({source[i].text for i in range(400)} for source in (train, evaluation))
     assert not of_train & {*texts[:20]} and not of_evaluation & {*texts[20:]} and not of_train & of_evaluation
     assert of_train & {*texts[20:]}
-    beside_another = Mixture((Share(Dataset(write(tmp_path / "x.jsonl", "abc"))), Share(drawn))).sources("train", seed)[1]
+    beside_another = Mixture((Share(Dataset(write(tmp_path / "x.jsonl", "abc"))), Share(drawn))).sources("train", seed)[
+        1
+    ]
     alone = drawn.prompts("train", seed)
     assert [beside_another[i] for i in range(50)] == [alone[i] for i in range(50)]
 

@@ -142,7 +142,7 @@ class Config:
             "support_tokens", "max_sampled_batches",
         )  # fmt: skip
         for name in positive:
-            if getattr(self, name) < 1:
+            if isinstance(getattr(self, name), bool) or getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         for name in (
             "staleness",
@@ -153,7 +153,7 @@ class Config:
             "roll_back",
             "watchdog_seconds",
         ):
-            if getattr(self, name) < 0:
+            if isinstance(getattr(self, name), bool) or getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
         for name in ("sampler_temperature", "learner_temperature"):
             temperature = getattr(self, name)

@@ -55,6 +55,12 @@ def newest_step(directory: Path) -> int:
     return max(steps_in(directory), default=0)
 
 
+def newest_whole_step(directory: Path) -> int:
+    """The step of the newest checkpoint in a directory whose files are what was written; 0 if there is none."""
+    steps = reversed(steps_in(directory))
+    return next((step for step in steps if integrity.damage(directory / str(step)) is None), 0)
+
+
 def best_step(directory: Path) -> int | None:
     """The step of the checkpoint with the highest score in a directory; None if none has one."""
     scores = {step: _score(directory / str(step)) for step in steps_in(directory)}

@@ -1,7 +1,7 @@
-"""Text that a model, a file or another program wrote, as it may be shown: a terminal obeys what stands in it.
+r"""Text that a model, a file or another program wrote, as it may be shown: a terminal obeys what stands in it.
 
 Control sequences in a completion or in a row of data can move the cursor, rename the window or, in some terminals, type
-for the user. Where the output is a terminal they are shown escaped (`\\x1b[2J`); into a file or a pipe they go as they
+for the user. Where the output is a terminal they are shown escaped (`\x1b[2J`); into a file or a pipe they go as they
 are.
 """
 

@@ -22,6 +22,7 @@ from p3o_jax.runs.checkpoint import newest_whole_step
 from p3o_jax.runs.directory import MAY_DIFFER, RunDirectory
 from p3o_jax.runs.lifecycle import Lifecycle
 from p3o_jax.runs.state import RunState
+from p3o_jax.tokenizers.small import tokenizer_to_json
 from p3o_jax.writers.recorder import Recorder
 
 
@@ -147,7 +148,14 @@ def _directory(parts: Parts, run_dir: Path, argv: Sequence[str], resume: bool) -
     fixed = set() if config.optimizer.decay == "constant" else {"num_steps"}
     may_differ = [name for name in MAY_DIFFER if name not in fixed]
     with fail_together():  # only process 0 looks into the directory
-        return RunDirectory.open(run_dir, to_json(config), argv, resume=resume, may_differ=may_differ)
+        return RunDirectory.open(
+            run_dir,
+            to_json(config),
+            argv,
+            resume=resume,
+            may_differ=may_differ,
+            tokenizer=tokenizer_to_json(parts.tokenizer),
+        )
 
 
 def lifecycle_of(config: Config, directory: RunDirectory, recorder: Recorder) -> Lifecycle:

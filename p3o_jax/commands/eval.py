@@ -10,8 +10,10 @@ from typing import Annotated
 
 import tyro
 
+from p3o_jax.commands.trust import Trust, trusting
 from p3o_jax.devices.sharding import MeshShape
 from p3o_jax.tasks.faults import UnusableRows
+from p3o_jax.terminal import say
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,8 @@ class Arguments:
     """The completions are a function of it."""
     output: Path | None = None
     """Directory for NAME.json, NAME.jsonl and NAME.md. Default: runs/eval/POLICY/TIME."""
+    trust: Trust = ()
+    """A module that a run's config.json may name, besides p3o_jax's own: it is imported, and so run. Repeatable."""
 
 
 def run(arguments: Sequence[str]) -> None:
@@ -95,11 +99,13 @@ def run(arguments: Sequence[str]) -> None:
     mesh = sharding.make_mesh(asked.mesh)
     batch = -(-asked.batch // sharding.num_batch_shards(mesh)) * sharding.num_batch_shards(mesh)
     enable_compilation_cache()
-    policy = load_policy(asked.policy, mesh, chat=asked.chat, system_prompt=asked.system_prompt)
-    if not tasks and policy.config is None:
+    policy = load_policy(
+        asked.policy, mesh, chat=asked.chat, system_prompt=asked.system_prompt, trusted=trusting(asked.trust)
+    )
+    if not tasks and policy.origin is None:
         raise ValueError(f"eval: {asked.policy} is no run, which would have a task of its own: give --task")
     checks = Checks(policy.tokenizer, verifiers, ("evaluation",), unusable_rows=asked.unusable_rows)
-    tasks = [usable(task, checks) for task in tasks or [policy.config.task]]
+    tasks = [usable(task, checks) for task in tasks or [policy.task]]
     components = [one for task in tasks for one in task.components]
     name = Path(asked.policy).name.replace("@", "_step_")
     output = asked.output or Path("runs", "eval", name, time.strftime("%Y-%m-%d_%H-%M-%S"))
@@ -138,7 +144,7 @@ def run(arguments: Sequence[str]) -> None:
             "seed": asked.seed,
         }
         write_evaluation(output, task.name, result.metrics, result.completions, settings)
-        print(task.name)
+        say(task.name)
         for tag, value in result.metrics.items():
-            print(f"  {tag:22} {value:.4g}", flush=True)
-    print(f"{output}: results (.json), completions (.jsonl) and a table of some (.md)")
+            say(f"  {tag:22} {value:.4g}")
+    say(f"{output}: results (.json), completions (.jsonl) and a table of some (.md)")

@@ -18,6 +18,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from p3o_jax.json_lines import first_line
+from p3o_jax.terminal import say
 
 _MESSAGE_BYTES = 1024
 _PART_BYTES = 2**20
@@ -64,7 +65,7 @@ def end_at_once(error: BaseException) -> NoReturn:
     lost = any(word in text.lower() for word in _LOST)
     what = "another process is lost, and this one ends with it" if lost else "failed on a device"
     sys.stdout.flush()
-    print(f"error: process {jax.process_index()}: {what} ({reason})", file=sys.stderr, flush=True)
+    say(f"error: process {jax.process_index()}: {what} ({reason})", sys.stderr)
     os._exit(1)
 
 

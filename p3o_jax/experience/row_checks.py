@@ -117,8 +117,8 @@ def _leave_out(found: Sequence[Fault], kept: np.ndarray, rows: Rows, faults: Fau
 def _report_lengths(dataset: Dataset, too_long: int, num_rows: int) -> None:
     if too_long and too_long == num_rows:
         raise ValueError(
-            f"{dataset.name}: all {num_rows} prompts for training are longer than {dataset.prompt_tokens} tokens: raise "
-            "prompt_tokens"
+            f"{dataset.name}: all {num_rows} prompts for training are longer than {dataset.prompt_tokens} tokens: "
+            "raise prompt_tokens"
         )
     if too_long:
         _logger.warning(

@@ -13,7 +13,8 @@ import importlib
 import sys
 from collections.abc import Collection
 from functools import partial
-from typing import Any
+from types import UnionType
+from typing import Any, get_args
 
 import cattrs
 import cattrs.gen
@@ -34,11 +35,12 @@ class UntrustedError(ValueError):
     """A file names a module that nobody has said to trust."""
 
 
-def make_converter(open_types: Collection[type], trusted: Collection[str] = ()) -> cattrs.Converter:
+def make_converter(open_types: Collection[Any], trusted: Collection[str] = ()) -> cattrs.Converter:
     """What turns dataclasses into JSON values and back.
 
     Args:
-        open_types: fields of these types hold any dataclass derived from them.
+        open_types: fields of these types hold any dataclass derived from them; of a union of classes, which is open to
+            functions of one's own, any that is called as they are.
         trusted: modules, or packages of them, that may be imported besides this package's.
     """
     converter = cattrs.Converter(forbid_extra_keys=True)
@@ -56,7 +58,7 @@ def make_converter(open_types: Collection[type], trusted: Collection[str] = ()) 
 
     def structure(data: Any, kind: Any) -> Any:
         if not isinstance(data, dict) or not isinstance(data.get(CLASS), str):
-            raise TypeError(f"an object with the name of a {kind.__name__} as its {CLASS!r} is wanted")
+            raise TypeError(f"an object with the name of a {_name(kind)} as its {CLASS!r} is wanted")
         fields = dict(data)
         cls = find_class(fields.pop(CLASS), kind, trusted)
         if issubclass(cls, Function):
@@ -71,7 +73,7 @@ def make_converter(open_types: Collection[type], trusted: Collection[str] = ()) 
     return converter
 
 
-def find_class(path: str, kind: type, trusted: Collection[str]) -> type:
+def find_class(path: str, kind: Any, trusted: Collection[str]) -> type:
     """The dataclass that `module:Class` names.
 
     Raises:
@@ -83,14 +85,23 @@ def find_class(path: str, kind: type, trusted: Collection[str]) -> type:
     cls = vars(sys.modules[module]).get(name) if module in sys.modules else None
     if cls is None:
         if not f"{module}.".startswith(f"{_PACKAGE}."):
-            _check_trusted(module, f"the {kind.__name__} {path}", trusted)
+            _check_trusted(module, f"the {_name(kind)} {path}", trusted)
         try:
             cls = vars(importlib.import_module(module)).get(name)
         except (ImportError, ValueError, TypeError) as error:
             raise ValueError(f"cannot import {module!r}, for {path}: {error}") from error
-    if not (isinstance(cls, type) and issubclass(cls, kind) and dataclasses.is_dataclass(cls)):
-        raise ValueError(f"{path} is not a dataclass of the kind {kind.__name__}")
+    if not (isinstance(cls, type) and dataclasses.is_dataclass(cls) and _is_kind(cls, kind)):
+        raise ValueError(f"{path} is not a dataclass of the kind {_name(kind)}")
     return cls
+
+
+def _is_kind(cls: type, kind: Any) -> bool:
+    ours = f"{cls.__module__}.".startswith(f"{_PACKAGE}.")
+    return issubclass(cls, kind) or (isinstance(kind, UnionType) and not ours and "__call__" in dir(cls))
+
+
+def _name(kind: Any) -> str:
+    return " or ".join(one.__name__ for one in get_args(kind)) or kind.__name__
 
 
 def _check_trusted(module: str, what: str, trusted: Collection[str]) -> None:

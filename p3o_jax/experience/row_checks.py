@@ -215,8 +215,13 @@ def gold_faults(dataset: Dataset, split: Split, verifiers: Verifiers) -> list[Fa
         return [faults, late]
 
     def find() -> list[Any]:
-        looked: list[bool] = []
-        faults, late = row_cache.kept(key, lambda: (looked.append(True), look())[1])
+        looked: list[Any] = []
+
+        def first() -> list[Any]:
+            looked.append(look())
+            return looked[0]
+
+        faults, late = row_cache.kept(key, first)
         if late and not looked:
             more, late = look({row for row, _ in late})
             faults = [*faults, *more]

@@ -178,7 +178,7 @@ class Sampler:
 def _int32(values: Sequence[int], least: int, most: int, name: str) -> np.ndarray:
     """Whole numbers within bounds, or an error that names the first that is none."""
     array = np.asarray(values)
-    if not isinstance(values, np.ndarray) and bool in set(map(type, values)):
+    if array.dtype.kind in "iu" and bool in set(map(type, values)):
         array = array.astype(bool)  # which numpy counts as 0 and 1 beside numbers
     if array.dtype.kind not in "iu":
         raise ValueError(f"sampler: {name} must be a whole number, got {array.ravel()[0]!r} among {array.dtype} values")

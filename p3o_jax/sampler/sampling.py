@@ -34,7 +34,7 @@ def is_number(value: Any) -> bool:
 
 def is_count(value: Any, least: int = 1) -> bool:
     """Whether it is a whole number, at least `least`."""
-    return is_number(value) and isinstance(value, int | np.integer) and value >= least
+    return is_number(value) and isinstance(value, int | np.integer) and bool(value >= least)
 
 
 def is_temperature(value: float) -> bool:

@@ -131,12 +131,12 @@ class _OfSource(Reward):
 
     def gold_completions(self, prompt: Prompt) -> tuple[str, ...]:
         """Those of the task's reward."""
-        reward = self._rewards[prompt.source]
+        reward = self._rewards[prompt.task]
         return () if reward is None else reward.gold_completions(prompt)
 
     def decides(self, prompt: Prompt) -> Reward:
         """What decides in the task's reward."""
-        reward = self._rewards[prompt.source]
+        reward = self._rewards[prompt.task]
         return self if reward is None else reward.decides(prompt)
 
     @property

@@ -13,7 +13,7 @@ import importlib
 import sys
 from collections.abc import Collection
 from functools import partial
-from types import UnionType
+from types import ModuleType, UnionType
 from typing import Any, get_args
 
 import cattrs
@@ -62,7 +62,7 @@ def make_converter(open_types: Collection[Any], trusted: Collection[str] = ()) -
         fields = dict(data)
         cls = find_class(fields.pop(CLASS), kind, trusted)
         if issubclass(cls, Function):
-            _check_trusted(str(fields.get("path")).partition(":")[0], f"the function {fields.get('path')}", trusted)
+            _check_trusted(str(fields.get("path")).partition(":")[0], str(fields.get("path")), trusted)
         return cattrs.gen.make_dict_structure_fn(cls, converter, _cattrs_forbid_extra_keys=True)(fields, cls)
 
     converter.register_unstructure_hook_func(is_open, unstructure)
@@ -82,10 +82,11 @@ def find_class(path: str, kind: Any, trusted: Collection[str]) -> type:
     """
     module, _, name = path.partition(":")
     module = _MOVED.get(module, module)
-    cls = vars(sys.modules[module]).get(name) if module in sys.modules else None
+    loaded = sys.modules.get(module)
+    cls = vars(loaded).get(name) if isinstance(loaded, ModuleType) else None
     if cls is None:
         if not f"{module}.".startswith(f"{_PACKAGE}."):
-            _check_trusted(module, f"the {_name(kind)} {path}", trusted)
+            _check_trusted(module, path, trusted)
         try:
             cls = vars(importlib.import_module(module)).get(name)
         except (ImportError, ValueError, TypeError) as error:
@@ -110,8 +111,10 @@ def _check_trusted(module: str, what: str, trusted: Collection[str]) -> None:
     program = getattr(sys.modules.get("__main__"), "__spec__", None)
     if program is not None and program.name == module:  # the experiment that runs
         return
+    if not all(part.isidentifier() for part in module.split(".")):  # nothing to be copied into a command line
+        raise ValueError(f"there can be no module {module!r}")
     raise UntrustedError(
-        f"{what} is not this package's, and reading it would run the module {module}: if you trust that, "
+        f"{what!r} is not this package's, and reading it would run the module {module}: if you trust that, "
         f"give --trust {module}"
     )
 

@@ -52,7 +52,7 @@ def first_line(error: BaseException) -> str:
 def _object(line: bytes, where: str) -> dict[str, Any]:
     try:
         value = json.loads(line)
-    except ValueError as error:  # JSON's and Unicode's
+    except (ValueError, RecursionError) as error:  # JSON's, Unicode's, and of what is nested too deep
         raise ValueError(f"{where} is damaged: {error}") from error
     if not isinstance(value, dict):
         raise ValueError(f"{where} is damaged: it is no JSON object")

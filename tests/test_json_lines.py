@@ -48,3 +48,12 @@ def test_lines_of_text(tmp_path):
     path.write_bytes(b"a\xff")
     with pytest.raises(ValueError, match=r"prompts\.txt is not UTF-8"):
         read_text_lines(path)
+
+
+def test_a_line_that_is_nested_too_deep_is_damaged(tmp_path):
+    path = tmp_path / "d.jsonl"
+    path.write_text("[" * 100_000 + "\n")
+    with pytest.raises(ValueError, match=r"d\.jsonl, line 1 is damaged"):
+        read_json_lines(path)
+    with pytest.raises(ValueError, match=r"d\.jsonl:1: not valid JSON"):
+        Dataset("", str(path)).prompts("evaluation", 0)

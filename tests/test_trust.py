@@ -118,7 +118,9 @@ def test_nothing_is_imported_that_is_not_trusted(tmp_path, hostile, case):
         ({"class": "p3o_jax.tasks.base:Task"}, "not a dataclass of the kind Task"),
         ({"class": "p3o_jax.none:Task"}, "cannot import 'p3o_jax.none'"),
         ({"class": "p3o_jax..tasks:Task"}, "cannot import"),
-        ({"class": ""}, "give --trust|cannot import|not this package's"),
+        ({"class": ""}, "there can be no module ''"),
+        ({"class": "x; rm -rf ~:Task"}, "there can be no module 'x; rm -rf ~'"),
+        ({"class": "a\nb:Task"}, r"there can be no module 'a.nb'"),
         ({"class": 7}, "an object with the name of a Task"),
         ("os:system", "an object with the name of a Task"),
         (None, "an object with the name of a Task"),
@@ -159,7 +161,7 @@ def test_a_policy_needs_no_task(a_run, tmp_path, hostile, capsys):
     probe.run([str(copy), "--prompts", str(prompts), "--out", str(tmp_path / "probe"), *flags])
     assert not mark.exists()
     for command, of_task in ((eval_command, []), (probe, flags)):
-        with pytest.raises(UntrustedError, match=f"the Task {name}:Mine .* give --trust {name}"):
+        with pytest.raises(UntrustedError, match=f"{name}:Mine' is not .* give --trust {name}"):
             command.run([str(copy), *of_task])
     assert not mark.exists()
     wanted = ["--prompts", "8", "--samples", "1", "--batch", "8", "--output", str(tmp_path / "out")]

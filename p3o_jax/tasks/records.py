@@ -153,7 +153,7 @@ class _JsonArray(_ReadByRow):
         self._path = path
         try:
             self._rows = json.loads(path.read_bytes())
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{path} is not valid JSON: {error} (one object a line is .jsonl)") from error
         if not isinstance(self._rows, list):
             raise ValueError(f"{path} is not an array of rows")
@@ -235,7 +235,7 @@ class _Parquet:
 def _object(text: bytes, where: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{where}: not valid JSON: {error}") from error
     if not isinstance(value, dict):
         raise ValueError(f"{where}: not a JSON object")

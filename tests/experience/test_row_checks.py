@@ -97,7 +97,7 @@ def test_rows_without_text_or_answer_can_be_left_out(tmp_path, caplog):
         Dataset("", path).prompts("evaluation", 0)
     assert texts(Dataset("", path, unusable_rows="leave_out"), "evaluation") == ["a", "f"]
     assert "d: left out 6 rows that cannot be used, 2 stay" in caplog.text
-    with pytest.raises(ValueError, match="d: no row can be used: .*no column 'question'"):
+    with pytest.raises(ValueError, match=r"d: no row can be used: .*no column 'question'"):
         Dataset("", path, prompt="question", unusable_rows="leave_out").prompts("evaluation", 0)
     with pytest.raises(ValueError, match="unusable_rows must be one of refuse, leave_out, got 'skip'"):
         Dataset("", path, unusable_rows="skip")

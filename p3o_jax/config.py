@@ -3,21 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import json
-import sys
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
-import cattrs
-import cattrs.gen
-from cattrs import transform_error
-from cattrs.errors import ForbiddenExtraKeysError
-from cattrs.strategies import configure_union_passthrough
-from cattrs.v import format_exception
-
 from p3o_jax.batch.advantages import Advantages, BatchWhitening, GroupZScore
+from p3o_jax.config_json import CLASS, UntrustedError, make_converter, structured
 from p3o_jax.devices.precision import Precision
 from p3o_jax.devices.sharding import MeshShape
 from p3o_jax.experience.filtering import ZeroVariance
@@ -142,7 +134,7 @@ class Config:
             "support_tokens", "max_sampled_batches",
         )  # fmt: skip
         for name in positive:
-            if getattr(self, name) < 1:
+            if isinstance(getattr(self, name), bool) or getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         for name in (
             "staleness",
@@ -153,7 +145,7 @@ class Config:
             "roll_back",
             "watchdog_seconds",
         ):
-            if getattr(self, name) < 0:
+            if isinstance(getattr(self, name), bool) or getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
         for name in ("sampler_temperature", "learner_temperature"):
             temperature = getattr(self, name)
@@ -274,56 +266,12 @@ def validate(
         raise ValueError(f"a vocabulary of {vocab_size} does not divide over mesh.tensor={c.mesh.tensor}")
 
 
-# JSON. A field whose type is open (a task, an objective) is stored with the class it holds, as `module:Class`, so
-# that an experiment's own objective reloads like a built-in one.
-
 _OPEN_TYPES = (Task, Reward, Objective, Advantages, Aggregation, RopeScaling)
-_CLASS = "class"
-_MOVED = {"p3o_jax.advantages": "p3o_jax.batch.advantages"}
-"""Modules that earlier versions stored under another name."""
-
-
-def _make_converter() -> cattrs.Converter:
-    converter = cattrs.Converter(forbid_extra_keys=True)
-
-    def is_open(cls: Any) -> bool:
-        return cls in _OPEN_TYPES
-
-    def unstructure(value: Any) -> dict[str, Any]:
-        cls = type(value)
-        module = cls.__module__
-        if module == "__main__":  # an experiment that defines it, run by `python -m`
-            module = getattr(sys.modules[module].__spec__, "name", module)
-        fields = cattrs.gen.make_dict_unstructure_fn(cls, converter)(value)
-        return {_CLASS: f"{module}:{cls.__qualname__}", **fields}
-
-    def structure(data: Any, _: Any) -> Any:
-        fields = dict(data)
-        module, _, name = fields.pop(_CLASS).partition(":")
-        module = _MOVED.get(module, module)
-        cls = getattr(importlib.import_module(module), name)
-        if not (isinstance(cls, type) and dataclasses.is_dataclass(cls)):
-            raise TypeError(f"{module}:{name} is not a dataclass")
-        return cattrs.gen.make_dict_structure_fn(cls, converter, _cattrs_forbid_extra_keys=True)(fields, cls)
-
-    converter.register_unstructure_hook_func(is_open, unstructure)
-    converter.register_structure_hook_func(is_open, structure)
-    for kind, others in ((bool, ()), (int, ()), (float, (int,)), (str, ())):
-        converter.register_structure_hook(kind, partial(_exactly, kind, others))
-    configure_union_passthrough(bool | int | float | str, converter)  # settings of a task, which JSON tells apart
-    return converter
-
-
-def _exactly(kind: type, others: tuple[type, ...], value: Any, _: Any) -> Any:
-    """A JSON value of a kind; 2.5 is not rounded to a whole number, and "no" is not true."""
-    if type(value) is not kind and type(value) not in others:
-        raise TypeError(f"{value!r} is not of type {kind.__name__}")
-    return kind(value)
 
 
 def to_json(config: Config) -> dict[str, Any]:
     """The complete configuration as JSON values."""
-    return _make_converter().unstructure(config)
+    return make_converter(_OPEN_TYPES).unstructure(config)
 
 
 _COMPARED = (
@@ -339,7 +287,7 @@ def hyperparameters(config: Config) -> dict[str, bool | int | float | str]:
     def add(name: str, value: Any) -> None:
         if isinstance(value, dict):
             for key, item in value.items():
-                add(name if key == _CLASS else f"{name}.{key}", item.rpartition(":")[2] if key == _CLASS else item)
+                add(name if key == CLASS else f"{name}.{key}", item.rpartition(":")[2] if key == CLASS else item)
         else:
             found[name] = value if isinstance(value, bool | int | float | str) else json.dumps(value)
 
@@ -349,24 +297,61 @@ def hyperparameters(config: Config) -> dict[str, bool | int | float | str]:
     return found
 
 
-def from_json(data: dict[str, Any]) -> Config:
+def from_json(data: Any, trusted: Collection[str] = ()) -> Config:
     """The inverse of `to_json`.
 
+    Args:
+        data: JSON values.
+        trusted: modules that may be imported for the classes that are named, besides this package's.
+
     Raises:
+        UntrustedError: another module is named.
         ValueError: an unknown field, a missing class or a value of the wrong type, with its path.
     """
+    return structured(make_converter(_OPEN_TYPES, trusted), data, Config)
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """What of a run's configuration says how its policy is made: data, for which nothing that it names is imported."""
+
+    model: TransformerConfig
+    pretrained: Pretrained | None
+
+
+def load(path: Any, trusted: Collection[str] = ()) -> Config:
+    """Reads a `config.json`; see `from_json`."""
+    return _read(path, lambda data: from_json(data, trusted))
+
+
+def load_architecture(path: Any, trusted: Collection[str] = ()) -> Architecture:
+    """Reads what a `config.json` says of the policy, and nothing else of it."""
+    return _read(path, lambda data: _fields(data, Architecture, trusted))
+
+
+def load_task(path: Any, trusted: Collection[str] = ()) -> Task:
+    """Reads the task of a `config.json`, and nothing else of it."""
+    return _read(path, lambda data: _fields(data, _OfTask, trusted)).task
+
+
+@dataclass(frozen=True)
+class _OfTask:
+    task: Task
+
+
+def _fields(data: Any, kind: Any, trusted: Collection[str]) -> Any:
+    """Those fields of a configuration that another dataclass has too."""
+    wanted = [field.name for field in dataclasses.fields(kind)]
+    found = {name: data[name] for name in wanted if isinstance(data, dict) and name in data}
+    return structured(make_converter(_OPEN_TYPES, trusted), found, kind)
+
+
+def _read(path: Any, convert: Callable[[Any], Any]) -> Any:
     try:
-        return _make_converter().structure(data, Config)
-    except Exception as error:
-        reasons = transform_error(error, "config", _reason)
-        raise ValueError("; ".join(reasons)) from error
-
-
-def _reason(error: BaseException, expected: type | None) -> str:
-    return str(error) if isinstance(error, ForbiddenExtraKeysError) else f"{format_exception(error, expected)}: {error}"
-
-
-def load(path: Any) -> Config:
-    """Reads a `config.json`."""
-    with open(path) as file:
-        return from_json(json.load(file))
+        with open(path, "rb") as file:
+            return convert(json.load(file))
+    except RecursionError:
+        raise ValueError(f"{path} is no configuration: it is nested too deep") from None
+    except ValueError as error:
+        wrong = UntrustedError if isinstance(error, UntrustedError) else ValueError
+        raise wrong(f"{path}: {error}") from error

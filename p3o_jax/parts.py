@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -21,6 +21,7 @@ from p3o_jax.evaluation.held_out import HeldOut
 from p3o_jax.experience.filtering import FilteredGroups
 from p3o_jax.experience.past import PastPolicy, PolicyRing
 from p3o_jax.experience.prompts import EncodedPrompt, encoded, encoded_batches, evaluation_sets
+from p3o_jax.experience.row_checks import Checks, usable
 from p3o_jax.experience.scoring import Scorer
 from p3o_jax.experience.source import ExperienceSource, FreshRollouts
 from p3o_jax.learner.learner import Learner, TrainState
@@ -122,15 +123,17 @@ class Parts:
         return sharding.to_local(self.advantages(*sharding.to_global((rewards, group, known), self.mesh)))
 
 
-def build(config: Config, devices: Sequence[jax.Device] | None = None) -> Parts:
+def build(config: Config, devices: Sequence[jax.Device] | None = None, *, check_rows: bool = True) -> Parts:
     """Makes the parts of a run.
 
     Args:
         config: the run.
         devices: what it runs on. None: all.
+        check_rows: look at every row of its datasets, and leave out, or refuse, those that cannot be used.
 
     Raises:
-        ValueError: the configuration does not fit the devices, the model or the task; nothing was compiled.
+        ValueError: the configuration does not fit the devices, the model or the task, or there are rows that cannot be
+            used; nothing was compiled.
     """
     stored = None if config.pretrained is None else config.pretrained.open()
     config = resolve(config, stored)
@@ -144,6 +147,9 @@ def build(config: Config, devices: Sequence[jax.Device] | None = None) -> Parts:
         num_processes=row_part(mesh)[1],
         sampler_shards=sharding.num_batch_shards(sampler_mesh),
     )
+    if check_rows:
+        task = usable(task, Checks(tokenizer, config.verifiers, demonstrated=config.warm_start is not None))
+        config = replace(config, task=task)
     sets = _evaluation_sets(config, tokenizer)
     plan = StepPlan(
         config.objective,

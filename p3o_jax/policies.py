@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,7 +15,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
 
-from p3o_jax.config import Config, load
+from p3o_jax.config import Config, load, load_architecture, load_task
 from p3o_jax.devices import sharding
 from p3o_jax.models.architecture import TransformerConfig
 from p3o_jax.models.lora import merged
@@ -24,6 +26,8 @@ from p3o_jax.models.transformer import Transformer, abstract_model, weight_specs
 from p3o_jax.runs import integrity
 from p3o_jax.runs.checkpoint import best_step, newest_step
 from p3o_jax.runs.directory import RunDirectory
+from p3o_jax.tasks.base import Task
+from p3o_jax.tokenizers import small
 from p3o_jax.tokenizers.text import Tokenizer
 
 
@@ -38,10 +42,33 @@ class Policy(NamedTuple):
     """Its parameters, placed by `sharding.LEARNER_RULES`: what a sampler's `publish` takes."""
     tokenizer: Tokenizer
     """Its tokenizer; the embedding has `tokenizer.vocab_size` entries."""
-    config: Config | None = None
-    """The run's configuration, if it is one."""
+    origin: Config | Path | None = None
+    """The run's configuration, if it is one, or the file that holds it, which is not read before it is asked for: it
+    may name modules that would be imported."""
     step: int = 0
     """The run's step; 0 for a published model."""
+    trusted: tuple[str, ...] = ()
+    """The modules that may be."""
+
+    @property
+    def config(self) -> Config | None:
+        """The run's configuration, if it is one.
+
+        Raises:
+            UntrustedError: it names a module that is not trusted.
+        """
+        return load(self.origin, self.trusted) if isinstance(self.origin, Path) else self.origin
+
+    @property
+    def task(self) -> Task | None:
+        """The run's task, if it is a run; nothing else of its configuration is read.
+
+        Raises:
+            UntrustedError: it names a module that is not trusted.
+        """
+        if isinstance(self.origin, Path):
+            return load_task(self.origin, self.trusted)
+        return None if self.origin is None else self.origin.task
 
 
 def load_policy(
@@ -52,8 +79,11 @@ def load_policy(
     system_prompt: str | None = None,
     context_tokens: int | None = None,
     dtype: DTypeLike = jnp.float32,
+    trusted: Sequence[str] = (),
 ) -> Policy:
     """A policy by name. Called by all processes alike.
+
+    Of a run, nothing that its configuration names is imported for it, unless its tokenizer is its task's own.
 
     Args:
         name: the directory of a run, with @STEP or @best for another checkpoint than its newest; or a directory with
@@ -63,14 +93,16 @@ def load_policy(
         system_prompt: of a published model, what the system says first in a chat.
         context_tokens: of a published model, the longest sequence; None: as long as the model was made for.
         dtype: of the parameters.
+        trusted: of a run, modules besides this package's that its configuration may name.
 
     Raises:
         FileNotFoundError: there is no such model, run or checkpoint.
+        UntrustedError: the run's tokenizer is that of a module that is not trusted.
         ValueError: a model that cannot be read, or a checkpoint that is damaged.
     """
     checkpoint = find_checkpoint(name)
     if checkpoint is not None:
-        return _of_run(name, checkpoint, mesh, dtype)
+        return _of_run(name, checkpoint, mesh, dtype, tuple(trusted))
     pretrained = Pretrained(name, chat, system_prompt)
     stored = pretrained.open()
     if chat and not stored.tokenizer().config.get("chat_template"):
@@ -111,13 +143,11 @@ def find_checkpoint(name: str) -> Path | None:
     return checkpoint
 
 
-def _of_run(name: str, checkpoint: Path, mesh: Mesh, dtype: DTypeLike) -> Policy:
-    config = load(checkpoint.parents[1] / "config.json")
-    if config.pretrained is None:
-        tokenizer = config.task.tokenizer
-    else:
-        tokenizer = config.pretrained.tokenizer(config.pretrained.open())
-    model = config.model
+def _of_run(name: str, checkpoint: Path, mesh: Mesh, dtype: DTypeLike, trusted: tuple[str, ...]) -> Policy:
+    path = checkpoint.parents[1] / "config.json"
+    architecture = load_architecture(path, trusted)
+    model, pretrained = architecture.model, architecture.pretrained
+    tokenizer = _own_tokenizer(path, trusted) if pretrained is None else pretrained.tokenizer(pretrained.open())
     params = restore_params(checkpoint / "state", model, tokenizer.vocab_size, mesh)
     plain = adapted(model, TransformerConfig(dtype=model.dtype, context_tokens=model.context_tokens))
     _, abstract = abstract_model(plain, tokenizer.vocab_size)
@@ -125,7 +155,18 @@ def _of_run(name: str, checkpoint: Path, mesh: Mesh, dtype: DTypeLike) -> Policy
     finish = jax.jit(
         lambda params: jax.tree.map(lambda leaf: leaf.astype(dtype), merged(params, model.lora)), out_shardings=places
     )
-    return Policy(name, plain, finish(params), tokenizer, config, int(checkpoint.name))
+    return Policy(name, plain, finish(params), tokenizer, path, int(checkpoint.name), trusted)
+
+
+def _own_tokenizer(path: Path, trusted: tuple[str, ...]) -> Tokenizer:
+    """The tokenizer of a run that starts from no published model: as the run has stored it, or its task's."""
+    stored = path.with_name(small.FILE)
+    if not stored.exists():  # of an earlier version, or of a kind that is no data
+        return load_task(path, trusted).tokenizer
+    try:
+        return small.tokenizer_from_json(json.loads(stored.read_bytes()))
+    except ValueError as error:
+        raise ValueError(f"{stored} is damaged: {error}") from error
 
 
 def random_policy(name: str, config: Config, mesh: Mesh) -> Policy:

@@ -18,10 +18,11 @@ from p3o_jax.experience.batches import make_batch, readable
 from p3o_jax.experience.source import experience_metrics
 from p3o_jax.learner.speed import speed
 from p3o_jax.parts import Parts, build
-from p3o_jax.runs.checkpoint import newest_step
+from p3o_jax.runs.checkpoint import newest_whole_step
 from p3o_jax.runs.directory import MAY_DIFFER, RunDirectory
 from p3o_jax.runs.lifecycle import Lifecycle
 from p3o_jax.runs.state import RunState
+from p3o_jax.tokenizers.small import tokenizer_to_json
 from p3o_jax.writers.recorder import Recorder
 
 
@@ -141,14 +142,21 @@ def train(
 def _directory(parts: Parts, run_dir: Path, argv: Sequence[str], resume: bool) -> RunDirectory:
     """Opens the directory of a run that begins or goes on."""
     config = parts.config
-    made = newest_step(RunDirectory(run_dir).checkpoints) if resume else 0
+    made = newest_whole_step(RunDirectory(run_dir).checkpoints) if resume else 0
     if made > config.num_steps:
         raise ValueError(f"{run_dir} has already made {made} steps, more than num_steps={config.num_steps}")
     # The steps of a run may change only where its learning rates do not hang on them.
     fixed = set() if config.optimizer.decay == "constant" else {"num_steps"}
     may_differ = [name for name in MAY_DIFFER if name not in fixed]
     with fail_together():  # only process 0 looks into the directory
-        return RunDirectory.open(run_dir, to_json(config), argv, resume=resume, may_differ=may_differ)
+        return RunDirectory.open(
+            run_dir,
+            to_json(config),
+            argv,
+            resume=resume,
+            may_differ=may_differ,
+            tokenizer=tokenizer_to_json(parts.tokenizer),
+        )
 
 
 def lifecycle_of(config: Config, directory: RunDirectory, recorder: Recorder) -> Lifecycle:

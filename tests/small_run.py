@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
 import jax
 
 from p3o_jax.config import Config
+from p3o_jax.json_lines import read_json_lines
 from p3o_jax.learner.optimizer import OptimizerConfig
 from p3o_jax.models.transformer import TransformerConfig
 from p3o_jax.objectives import P3O
@@ -67,7 +67,7 @@ def run(path: Path, config: Config = SMALL, **options) -> list[dict]:
 
 
 def rollouts(path: Path, step: int) -> list[dict]:
-    return [json.loads(line) for line in (path / "rollouts" / f"step_{step}.jsonl").read_text().splitlines()]
+    return read_json_lines(path / "rollouts" / f"step_{step}.jsonl")
 
 
 def without_times(lines: list[dict]) -> list[dict]:

@@ -10,7 +10,10 @@ from typing import Annotated
 
 import tyro
 
+from p3o_jax.commands.trust import Trust, trusting
 from p3o_jax.devices.sharding import MeshShape
+from p3o_jax.tasks.faults import UnusableRows
+from p3o_jax.terminal import say
 
 
 @dataclass(frozen=True)
@@ -49,12 +52,17 @@ class Arguments:
     """Of a published model: what the system says first."""
     verifier_timeout_seconds: float = 5.0
     """A verifier that takes longer is killed, and its completion counted as failed."""
+    unusable_rows: UnusableRows | None = None
+    """What becomes of rows whose text the tokenizer refuses, or whose answer the reward cannot judge: refuse to
+    evaluate, or leave_out such rows. Default: as the task says, which refuses if it is not told otherwise."""
     mesh: Annotated[MeshShape, tyro.conf.arg(name="mesh")] = field(default_factory=MeshShape)
     """Which devices work."""
     seed: int = 0
     """The completions are a function of it."""
     output: Path | None = None
     """Directory for NAME.json, NAME.jsonl and NAME.md. Default: runs/eval/POLICY/TIME."""
+    trust: Trust = ()
+    """A module that a run's config.json may name, besides p3o_jax's own: it is imported, and so run. Repeatable."""
 
 
 def run(arguments: Sequence[str]) -> None:
@@ -68,7 +76,8 @@ def run(arguments: Sequence[str]) -> None:
     from p3o_jax.devices.precision import parse
     from p3o_jax.evaluation.evaluate import evaluate
     from p3o_jax.evaluation.files import write_evaluation
-    from p3o_jax.experience.prompts import encoded, evaluation_set
+    from p3o_jax.experience.prompts import encoded, evaluation_sets_of
+    from p3o_jax.experience.row_checks import Checks, usable
     from p3o_jax.experience.scoring import Scorer
     from p3o_jax.policies import load_policy
     from p3o_jax.rewards.pool import Verifiers
@@ -90,13 +99,17 @@ def run(arguments: Sequence[str]) -> None:
     mesh = sharding.make_mesh(asked.mesh)
     batch = -(-asked.batch // sharding.num_batch_shards(mesh)) * sharding.num_batch_shards(mesh)
     enable_compilation_cache()
-    policy = load_policy(asked.policy, mesh, chat=asked.chat, system_prompt=asked.system_prompt)
-    if not tasks and policy.config is None:
+    policy = load_policy(
+        asked.policy, mesh, chat=asked.chat, system_prompt=asked.system_prompt, trusted=trusting(asked.trust)
+    )
+    if not tasks and policy.origin is None:
         raise ValueError(f"eval: {asked.policy} is no run, which would have a task of its own: give --task")
-    components = [one for task in tasks or [policy.config.task] for one in task.components]
+    checks = Checks(policy.tokenizer, verifiers, ("evaluation",), unusable_rows=asked.unusable_rows)
+    tasks = [usable(task, checks) for task in tasks or [policy.task]]
+    components = [one for task in tasks for one in task.components]
     name = Path(asked.policy).name.replace("@", "_step_")
     output = asked.output or Path("runs", "eval", name, time.strftime("%Y-%m-%d_%H-%M-%S"))
-    sets = [encoded(evaluation_set(task, asked.prompts), policy.tokenizer) for task in components]
+    sets = [encoded(prompts, policy.tokenizer) for task in tasks for prompts in evaluation_sets_of(task, asked.prompts)]
     prompt_tokens = max(len(ids) for prompts in sets for _, ids in prompts)  # one program serves all tasks
     samplers: dict[int, Sampler] = {}
     for task, prompts in zip(components, sets, strict=True):
@@ -131,7 +144,7 @@ def run(arguments: Sequence[str]) -> None:
             "seed": asked.seed,
         }
         write_evaluation(output, task.name, result.metrics, result.completions, settings)
-        print(task.name)
+        say(task.name)
         for tag, value in result.metrics.items():
-            print(f"  {tag:22} {value:.4g}", flush=True)
-    print(f"{output}: results (.json), completions (.jsonl) and a table of some (.md)")
+            say(f"  {tag:22} {value:.4g}")
+    say(f"{output}: results (.json), completions (.jsonl) and a table of some (.md)")

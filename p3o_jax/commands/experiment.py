@@ -27,6 +27,7 @@ from p3o_jax.devices.processes import ElsewhereError
 from p3o_jax.devices.profiling import parse_steps
 from p3o_jax.policies import Policy, load_policy, random_policy
 from p3o_jax.runs.preemption import Preempted
+from p3o_jax.terminal import escape_warnings, say, shown
 from p3o_jax.train import train
 from p3o_jax.writers import read_metrics
 
@@ -52,6 +53,7 @@ def run_experiment(name: str, description: str, variants: Mapping[str, Config]) 
     Exits with one line and status 1 or, if it is the command line that is wrong, 2; with status 0 if it was asked to
     end and can be continued.
     """
+    escape_warnings()
     with closed_output_ends_quietly():
         _run_experiment(name, description, variants)
 
@@ -68,7 +70,7 @@ def _run_experiment(name: str, description: str, variants: Mapping[str, Config])
         run_dirs, seconds = {}, {}
         for variant, run in runs.items():
             run_dirs[variant] = run.run_dir or Path("runs", name, variant, time.strftime("%Y-%m-%d_%H-%M-%S"))
-            print(f"{name} {variant}: {run_dirs[variant]}", flush=True)
+            say(f"{name} {variant}: {run_dirs[variant]}")
             started = time.perf_counter()
             command = [sys.executable, "-m", f"experiments.{name}", *arguments]
             steps = parse_steps(run.profile_steps)
@@ -77,9 +79,9 @@ def _run_experiment(name: str, description: str, variants: Mapping[str, Config])
     except BrokenPipeError:
         raise
     except (ValueError, OSError, ImportError, FloatingPointError, ElsewhereError) as error:
-        sys.exit(f"error: {error}")
+        sys.exit(shown(f"error: {error}", sys.stderr))
     except Preempted as ending:
-        print(ending, flush=True)
+        say(ending)
         sys.exit(0)
     except jax.errors.JaxRuntimeError as error:
         if jax.process_count() == 1:
@@ -165,7 +167,9 @@ def configuration(name: str) -> Config:
     return variants[variant or next(iter(variants))]
 
 
-def open_policy(name: str, mesh: Mesh, *, chat: bool = True, system_prompt: str | None = None) -> Policy:
+def open_policy(
+    name: str, mesh: Mesh, *, chat: bool = True, system_prompt: str | None = None, trusted: Sequence[str] = ()
+) -> Policy:
     """A policy as `load_policy` knows it, or random:EXPERIMENT[:VARIANT], the model of an experiment as initialised.
 
     Raises:
@@ -174,7 +178,7 @@ def open_policy(name: str, mesh: Mesh, *, chat: bool = True, system_prompt: str 
     """
     if name.startswith("random:"):
         return random_policy(name, configuration(name.partition(":")[2]), mesh)
-    return load_policy(name, mesh, chat=chat, system_prompt=system_prompt)
+    return load_policy(name, mesh, chat=chat, system_prompt=system_prompt, trusted=trusted)
 
 
 def describe(config: Config) -> str:

@@ -9,6 +9,9 @@ from typing import Literal
 
 import tyro
 
+from p3o_jax.commands.trust import Trust, trusting
+from p3o_jax.terminal import say
+
 
 @dataclass(frozen=True)
 class Export:
@@ -20,6 +23,8 @@ class Export:
     """Where to; it must not exist."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of the stored weights; float32 loses nothing."""
+    trust: Trust = ()
+    """A module that a run's config.json may name, besides p3o_jax's own: it is imported, and so run. Repeatable."""
 
 
 def run(arguments: Sequence[str]) -> None:
@@ -31,7 +36,7 @@ def run(arguments: Sequence[str]) -> None:
     options = tyro.cli(Export, prog="p3o export", description=__doc__, args=arguments)
     if options.directory.exists():
         raise FileExistsError(f"{options.directory} exists: give another directory")
-    policy = load_policy(options.policy, sharding.make_mesh())
+    policy = load_policy(options.policy, sharding.make_mesh(), trusted=trusting(options.trust))
     export_model(options.directory, policy.params, policy.model, policy.tokenizer, dtype=options.dtype)
-    at = f" at step {policy.step}" if policy.config is not None else ""
-    print(f"{policy.name}{at}: {options.directory}")
+    at = f" at step {policy.step}" if policy.step else ""
+    say(f"{policy.name}{at}: {options.directory}")

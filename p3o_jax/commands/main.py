@@ -7,6 +7,7 @@ import sys
 from types import ModuleType
 
 from p3o_jax.commands.output import closed_output_ends_quietly
+from p3o_jax.terminal import escape_warnings, shown
 
 VERBS = ("compile", "convert", "eval", "export", "probe", "report", "runs", "sample")
 
@@ -24,6 +25,7 @@ def usage() -> str:
 
 def main() -> None:
     """Entry of `p3o`; exits with one line if it cannot do what it is asked."""
+    escape_warnings()
     with closed_output_ends_quietly():
         _main()
 
@@ -40,7 +42,7 @@ def _main() -> None:
     except BrokenPipeError:
         raise
     except (ValueError, OSError, ImportError, FloatingPointError) as error:
-        sys.exit(f"error: {error}")
+        sys.exit(shown(f"error: {error}", sys.stderr))
     except KeyboardInterrupt:
         sys.exit("interrupted")
 

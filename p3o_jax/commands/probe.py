@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Literal
 
 import tyro
 
+from p3o_jax.commands.trust import Trust, trusting
 from p3o_jax.devices.sharding import MeshShape
 
 if TYPE_CHECKING:
@@ -77,6 +78,8 @@ class Arguments:
     """Tokens shown of every cell: those on which the two sides disagree most."""
     out: Path | None = None
     """Directory for probe.json and probe.png. Default: runs/probe/TIME."""
+    trust: Trust = ()
+    """A module that a run's config.json may name, besides p3o_jax's own: it is imported, and so run. Repeatable."""
 
 
 def run(arguments: Sequence[str]) -> None:
@@ -91,6 +94,7 @@ def run(arguments: Sequence[str]) -> None:
     from p3o_jax.probe import Prober, Report, Settings, report
     from p3o_jax.runs.directory import write_atomically
     from p3o_jax.sampler import SamplingLimits
+    from p3o_jax.terminal import say
 
     settings = Settings(
         precisions=tuple(dict.fromkeys(map(parse, asked.precisions))),
@@ -119,7 +123,9 @@ def run(arguments: Sequence[str]) -> None:
         raise ValueError(f"probe: {asked.model} has no task of its own; give --prompts FILE or --task EXPERIMENT")
     enable_compilation_cache()
     mesh = sharding.make_mesh(asked.mesh)
-    policy = open_policy(asked.model, mesh, chat=asked.chat, system_prompt=asked.system_prompt)
+    policy = open_policy(
+        asked.model, mesh, chat=asked.chat, system_prompt=asked.system_prompt, trusted=trusting(asked.trust)
+    )
     policies = _policies(newest, ages, policy, mesh)
     prompts, limit = _prompts(asked, policy)
     shards = sharding.num_batch_shards(mesh)
@@ -136,7 +142,7 @@ def run(arguments: Sequence[str]) -> None:
     out.mkdir(parents=True, exist_ok=True)
 
     device = mesh.devices.flat[0].device_kind
-    print(f"{asked.model} (step {policy.step}), {len(prompts)} prompts x {asked.samples_per_prompt}, on {device}")
+    say(f"{asked.model} (step {policy.step}), {len(prompts)} prompts x {asked.samples_per_prompt}, on {device}")
     for precision in settings.precisions:
         products, cache = (line.partition(": ")[2] for line in describe(precision, device))
         print(f"  {precision}: {products}; {cache}")
@@ -158,8 +164,8 @@ def run(arguments: Sequence[str]) -> None:
     for cell in found.cells if asked.top_tokens else ():
         print(f"\n{report.name(cell)}: largest log-ratios")
         for line in report.offenders(cell):
-            print(f"  {line}")
-    print(f"\nWrote {out / 'probe.json'} and {out / 'probe.png'}")
+            say(f"  {line}")
+    say(f"\nWrote {out / 'probe.json'} and {out / 'probe.png'}")
 
 
 def _policies(
@@ -169,7 +175,7 @@ def _policies(
     from p3o_jax.policies import find_checkpoint, load_policy
 
     def load(name: str) -> nnx.State:
-        return load_policy(name, mesh).params
+        return load_policy(name, mesh, trusted=policy.trusted).params
 
     policies: dict[int, Callable[[], nnx.State]] = {}
     for age in ages:
@@ -194,17 +200,16 @@ def _prompts(asked: Arguments, policy: Policy) -> tuple[list[tuple[int, list[int
     """Prompts, each with its index (in a file, its line from 0), and the longest response."""
     from p3o_jax.commands.experiment import configuration
     from p3o_jax.experience.prompts import evaluation_prompts
+    from p3o_jax.experience.row_checks import Checks, usable
+    from p3o_jax.json_lines import read_text_lines
 
     if asked.prompts is not None:
-        try:
-            lines = asked.prompts.read_text(encoding="utf-8-sig").split("\n")
-        except UnicodeDecodeError as error:
-            raise ValueError(f"probe: {asked.prompts} is not UTF-8: {error}") from None
-        texts, limit = [(i, line.removesuffix("\r")) for i, line in enumerate(lines) if line.strip()], 128
+        texts, limit = [(i, line) for i, line in enumerate(read_text_lines(asked.prompts)) if line.strip()], 128
         if not texts:
             raise ValueError(f"probe: there is no prompt in {asked.prompts}")
     else:
-        task = policy.config.task if asked.task is None else configuration(asked.task).task
+        task = policy.task if asked.task is None else configuration(asked.task).task
+        task = usable(task, Checks(policy.tokenizer, None, ("evaluation",)))
         texts = [(prompt.index, prompt.text) for prompt in evaluation_prompts(task, asked.num_prompts)]
         limit = task.max_response_tokens
     if asked.response_tokens is not None:

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import tyro
 
+from p3o_jax.terminal import say
+
 
 @dataclass(frozen=True)
 class Report:
@@ -37,6 +39,6 @@ def run(arguments: Sequence[str]) -> None:
     groups = group([load(path) for path in find(asked.runs)])
     count = write(groups, asked.out, title=asked.title, most_tokens=asked.most_tokens, figures_dir=asked.figures)
     num_runs = sum(len(group.runs) for group in groups)
-    print(f"{asked.out}: {num_runs} runs in {len(groups)} variants, {count} figures")
+    say(f"{asked.out}: {num_runs} runs in {len(groups)} variants, {count} figures")
     if asked.figures:
-        print(f"{asked.figures}: the figures as SVG and PNG")
+        say(f"{asked.figures}: the figures as SVG and PNG")

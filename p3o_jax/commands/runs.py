@@ -9,6 +9,8 @@ from typing import Annotated
 
 import tyro
 
+from p3o_jax.terminal import say
+
 
 @dataclass(frozen=True)
 class Runs:
@@ -28,7 +30,8 @@ def run(arguments: Sequence[str]) -> None:
     found = sorted(asked.directory.glob("**/config.json"), key=lambda path: path.stat().st_mtime)
     if not found:
         raise ValueError(f"no runs in {asked.directory}")
-    print("\n".join(table([path.parent for path in found], asked.directory)))
+    for line in table([path.parent for path in found], asked.directory):
+        say(line.replace("\n", " "))
 
 
 def table(run_dirs: Sequence[Path], base: Path) -> list[str]:

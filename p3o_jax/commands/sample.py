@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import tyro
 
+from p3o_jax.commands.trust import Trust, trusting
 from p3o_jax.devices.sharding import MeshShape
 
 if TYPE_CHECKING:
@@ -57,6 +58,8 @@ class Arguments:
     """Which devices work; --mesh.tensor shares a model that is too large for one."""
     seed: int = 0
     """The completion is a function of it."""
+    trust: Trust = ()
+    """A module that a run's config.json may name, besides p3o_jax's own: it is imported, and so run. Repeatable."""
 
 
 def run(arguments: Sequence[str]) -> None:
@@ -73,6 +76,7 @@ def run(arguments: Sequence[str]) -> None:
     from p3o_jax.experience.batches import check_log_probs
     from p3o_jax.sampler import Requests, Sampler, Sampling, SamplingLimits
     from p3o_jax.sampler.sampling import check_seed
+    from p3o_jax.terminal import say, shown
 
     if asked.samples < 1 or asked.response_tokens < 1:
         raise ValueError(
@@ -88,7 +92,9 @@ def run(arguments: Sequence[str]) -> None:
     count = abs(shape.data) * shape.fsdp * shape.tensor * shape.slice if shape.data > 0 else jax.device_count()
     mesh = sharding.make_mesh(shape, jax.devices()[:count])
     enable_compilation_cache()
-    policy = open_policy(asked.model, mesh, chat=asked.chat, system_prompt=asked.system_prompt)
+    policy = open_policy(
+        asked.model, mesh, chat=asked.chat, system_prompt=asked.system_prompt, trusted=trusting(asked.trust)
+    )
     text = asked.prompt
     if text is None and sys.stdin is not None:
         text = sys.stdin.read().rstrip("\n")
@@ -104,7 +110,7 @@ def run(arguments: Sequence[str]) -> None:
     sampler = Sampler(policy.model, policy.tokenizer.vocab_size, limits, precision, mesh)
     weights = sampler.publish(policy.params, policy.step)
 
-    typed = Typed(policy.tokenizer, set(limits.eos_ids + limits.stop_ids), sys.stdout.write)
+    typed = Typed(policy.tokenizer, set(limits.eos_ids + limits.stop_ids), lambda piece: sys.stdout.write(shown(piece)))
     shards = sharding.num_batch_shards(mesh)  # which all need a prompt, and answer it alike
     with _ended_by_signals():
         key = jax.random.key(asked.seed)
@@ -123,7 +129,7 @@ def run(arguments: Sequence[str]) -> None:
         reason = FinishReason(int(rollout.finish_reason[row])).name.lower()
         heading = f"{length} tokens, ended by {reason}, log-prob {total:.3f}"
         if asked.samples > 1:
-            print(f"--- {row + 1}: {heading}\n{policy.tokenizer.decode(completion)}")
+            say(f"--- {row + 1}: {heading}\n{policy.tokenizer.decode(completion)}")
         if asked.log_probs:
             if asked.samples == 1:
                 print(f"--- {heading}")

@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import os
 import sys
-from collections.abc import Iterator
+import zlib
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import jax
 import numpy as np
+from jax._src import distributed
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
+from p3o_jax.json_lines import first_line
+from p3o_jax.terminal import say
+
 _MESSAGE_BYTES = 1024
+_PART_BYTES = 2**20
+_PATIENCE_MILLISECONDS = 24 * 3600 * 1000
+"""If process 0 is lost, its heartbeats are missed long before."""
+_calls = itertools.count()
 _SHUTDOWN_SECONDS = 30
 """How long a process that ends waits for the others, which end with it if they were not about to."""
 
@@ -50,11 +61,11 @@ def initialize() -> None:
 def end_at_once(error: BaseException) -> NoReturn:
     """Ends this process with status 1 and one line, without waiting for the others as an orderly exit would."""
     text = str(error)
-    reason = text.splitlines()[0][:300] if text else type(error).__name__
+    reason = first_line(error)[:300]
     lost = any(word in text.lower() for word in _LOST)
     what = "another process is lost, and this one ends with it" if lost else "failed on a device"
     sys.stdout.flush()
-    print(f"error: process {jax.process_index()}: {what} ({reason})", file=sys.stderr, flush=True)
+    say(f"error: process {jax.process_index()}: {what} ({reason})", sys.stderr)
     os._exit(1)
 
 
@@ -97,6 +108,48 @@ def _first_message(message: bytes) -> tuple[int, str] | None:
         if text.any():
             return process, bytes(text).rstrip(bytes(1)).decode(errors="replace")
     return None
+
+
+def of_process_0(find: Callable[[], Any]) -> Any:
+    """What process 0 finds, as JSON values, on all processes; every process must call it.
+
+    It may take process 0 as long as it likes: the others wait at the key-value store of `jax.distributed`, where no
+    collective runs into its time-out.
+
+    Raises:
+        ElsewhereError: on the other processes, where process 0 raised.
+    """
+    client = distributed.global_state.client
+    if jax.process_count() == 1 or client is None:
+        return json.loads(json.dumps(find()))
+    name = f"p3o_jax/of_process_0/{next(_calls)}"
+    if jax.process_index() == 0:
+        try:
+            found = find()
+        except Exception as error:
+            _tell(client, name, {"error": str(error)[:_MESSAGE_BYTES] or type(error).__name__})
+            raise
+        _tell(client, name, {"found": found})
+        return json.loads(json.dumps(found))
+    told = _hear(client, name)
+    if "error" in told:
+        raise ElsewhereError(f"process 0: {told['error']}")
+    return told["found"]
+
+
+def _tell(client: Any, name: str, value: Any) -> None:
+    """In parts, since a message has a greatest length; the number of them last."""
+    packed = zlib.compress(json.dumps(value).encode())
+    parts = [packed[start : start + _PART_BYTES] for start in range(0, len(packed), _PART_BYTES)]
+    for i, part in enumerate(parts):
+        client.key_value_set_bytes(f"{name}/{i}", part)
+    client.key_value_set(f"{name}/parts", str(len(parts)))
+
+
+def _hear(client: Any, name: str) -> Any:
+    count = int(client.blocking_key_value_get(f"{name}/parts", _PATIENCE_MILLISECONDS))
+    parts = [client.blocking_key_value_get_bytes(f"{name}/{i}", _PATIENCE_MILLISECONDS) for i in range(count)]
+    return json.loads(zlib.decompress(b"".join(parts)))
 
 
 def row_part(mesh: Mesh) -> tuple[int, int]:

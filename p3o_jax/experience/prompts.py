@@ -15,12 +15,11 @@ from typing import NamedTuple, TypeVar
 import grain
 
 from p3o_jax.tasks import Dataset
-from p3o_jax.tasks.base import Prompt, PromptSource, Split, Task, digest_of
+from p3o_jax.tasks.base import EVALUATION_SEED, Prompt, PromptSource, Split, Task, digest_of
 from p3o_jax.tokenizers.text import Tokenizer
 
 _logger = logging.getLogger(__name__)
 
-EVALUATION_SEED = 20_260_512  # a constant: all runs are evaluated on the same prompts
 _DRAWS_PER_PROMPT = 8
 _PROCEDURAL_PROMPTS = 256
 
@@ -119,10 +118,13 @@ def evaluation_prompts(task: Task, count: int) -> list[Prompt]:
     Raises:
         ValueError: the task has fewer prompts, different or not.
     """
-    source = task.prompts("evaluation", EVALUATION_SEED)
+    return _first_different(task.name, task.prompts("evaluation", EVALUATION_SEED), count)
+
+
+def _first_different(name: str, source: PromptSource, count: int) -> list[Prompt]:
     if not 0 < count <= len(source):
         raise ValueError(
-            f"{count} evaluation prompts of {task.name} were asked for (evaluation_prompts, or the number of prompts); "
+            f"{count} evaluation prompts of {name} were asked for (evaluation_prompts, or the number of prompts); "
             f"ask for 1 to {len(source)}"
         )
     found: dict[bytes, Prompt] = {}
@@ -132,21 +134,27 @@ def evaluation_prompts(task: Task, count: int) -> list[Prompt]:
         if len(found) == count:
             break
     if len(found) < count:
-        _logger.warning("%s: only %d different evaluation prompts, not %d", task.name, len(found), count)
+        _logger.warning("%s: only %d different evaluation prompts, not %d", name, len(found), count)
     return list(found.values())
 
 
-def evaluation_set(task: Task, count: int | None) -> list[Prompt]:
-    """The evaluation set of one task: `count` different prompts, or, of None, all that a dataset has and 256 of a
-    procedural task."""
-    if count is None:
-        count = len(task.prompts("evaluation", EVALUATION_SEED)) if isinstance(task, Dataset) else _PROCEDURAL_PROMPTS
-    return evaluation_prompts(task, count)
+def evaluation_sets_of(task: Task, count: int | None) -> list[list[Prompt]]:
+    """The evaluation set of each of a task's components: `count` different prompts, or, of None, all that a dataset has
+    and 256 of a procedural task.
+
+    Raises:
+        ValueError: one has fewer prompts, different or not.
+    """
+    sets = []
+    for one, source in zip(task.components, task.sources("evaluation", EVALUATION_SEED), strict=True):
+        all_of = len(source) if isinstance(one, Dataset) else _PROCEDURAL_PROMPTS
+        sets.append(_first_different(one.name, source, all_of if count is None else count))
+    return sets
 
 
 def evaluation_sets(task: Task, count: int) -> dict[str, list[Prompt]]:
     """The evaluation set of each task of a mixture, by its name; of a task alone, its own."""
     return {
-        one.name: [prompt._replace(task=i) for prompt in evaluation_prompts(one, count)]
-        for i, one in enumerate(task.components)
+        one.name: [prompt._replace(task=i) for prompt in prompts]
+        for i, (one, prompts) in enumerate(zip(task.components, evaluation_sets_of(task, count), strict=True))
     }

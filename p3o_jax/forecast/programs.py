@@ -23,6 +23,7 @@ from p3o_jax.config import Config
 from p3o_jax.devices import hlo, sharding
 from p3o_jax.devices.chips import CHIPS, Chip
 from p3o_jax.experience.batches import make_batch
+from p3o_jax.json_lines import first_line
 from p3o_jax.models import lora
 from p3o_jax.models.flops import forward_flops, update_flops
 from p3o_jax.parts import Parts, build
@@ -49,7 +50,7 @@ def topology(name: str, num_slices: int = 1) -> list[jax.Device]:
     try:
         return list(topologies.get_topology_desc(name, "tpu", **options).devices)
     except Exception as error:  # of several types, by version
-        reason = str(error).splitlines()[0]
+        reason = first_line(error)
         raise ValueError(f"no topology {name!r}: {reason} (libtpu comes with pip install 'p3o_jax[tpu]')") from error
 
 
@@ -116,7 +117,7 @@ def report(
     Raises:
         ValueError: the configuration does not fit the devices.
     """
-    parts = build(config, devices)
+    parts = build(config, devices, check_rows=False)
     chip = CHIPS.get(devices[0].device_kind)
     memory = f"{chip.memory_gib:g} GiB each" if chip else "memory unknown"
     shape = " x ".join(f"{axis} {size}" for axis, size in parts.mesh.shape.items() if size > 1) or "one device"

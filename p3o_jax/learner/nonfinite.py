@@ -99,10 +99,10 @@ def read_dump(path: Path) -> Dump:
         ValueError: it is damaged.
     """
     try:
-        with np.load(path) as file:
+        with np.load(path, allow_pickle=False) as file:  # it may be another's, and a pickle is a program
             arrays = {name: file[name] for name in file.files}
         return _nested(Dump, arrays, "")
-    except (KeyError, zipfile.BadZipFile, EOFError) as error:
+    except (KeyError, ValueError, zipfile.BadZipFile, EOFError) as error:
         raise ValueError(f"{path} is damaged: {error}") from error
 
 

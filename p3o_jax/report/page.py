@@ -58,7 +58,7 @@ def write(groups: Sequence[Group], out: Path, *, title: str, most_tokens: int, f
     figures = sections(groups)
     text = page(groups, figures, title=title, most_tokens=most_tokens)
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(text)
+    out.write_text(text, encoding="utf-8")
     drawn = [each for section in figures.values() for each in section]
     if figures_dir is not None:
         for each in drawn:
@@ -126,4 +126,4 @@ def _count(number: int, what: str) -> str:
 
 
 def _part(name: str) -> str:
-    return (_PARTS / name).read_text()
+    return (_PARTS / name).read_text(encoding="utf-8")

@@ -165,6 +165,6 @@ def _json(path: Path, default: Any) -> Any:
     if not path.exists():
         return default
     try:
-        return json.loads(path.read_text())
+        return json.loads(path.read_bytes())
     except ValueError as error:
         raise ValueError(f"{path} is not valid JSON: {error}") from error

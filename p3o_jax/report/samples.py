@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from p3o_jax.json_lines import read_json_lines
 from p3o_jax.report.runs import Group
 
 MOST_STEPS = 12
@@ -37,12 +37,7 @@ def rollouts(groups: Sequence[Group], most_tokens: int) -> list[dict[str, Any]]:
 
 
 def _of_step(path: Path, share: int) -> dict[str, Any]:
-    rows = []
-    for number, line in enumerate(path.read_text().splitlines(), start=1):
-        try:
-            rows.append(json.loads(line))
-        except ValueError as error:
-            raise ValueError(f"{path}, line {number} is damaged: {error}") from error
+    rows = read_json_lines(path)
     prompts: list[dict[str, Any]] = []
     tokens = total = 0
     for _, of_prompt in groupby(rows, key=lambda row: row["prompt_index"]):

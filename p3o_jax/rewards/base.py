@@ -43,6 +43,7 @@ class Graded(NamedTuple):
     correct: bool  # what pass@k counts
     answer: str  # what was compared, in a form equal for equal answers: it votes in majority@k; empty: none was found
     parts: tuple[float, ...] = ()  # one a name in the reward's `part_names`, before weighting
+    readable: bool = True  # False: there is an answer, but it cannot be read, so that it is not correct
 
 
 class Reward(ABC):
@@ -64,6 +65,15 @@ class Reward(ABC):
     def grade(self, prompt: Prompt, completion: str) -> Graded:
         """The reward with what was judged. Unless overridden: correct is a reward of at least 1."""
         return graded(self(prompt, completion), completion)
+
+    def gold_completions(self, prompt: Prompt) -> tuple[str, ...]:
+        """Completions that must be correct if the prompt's answer can be judged at all: the answer itself, as a model
+        would give it. Empty where there is no answer to judge by."""
+        return ()
+
+    def decides(self, prompt: Prompt) -> Reward:
+        """The reward that says what is correct: itself, unless it is made of others."""
+        return self
 
     @property
     def part_names(self) -> tuple[str, ...]:
@@ -99,6 +109,23 @@ def judge(reward: Reward, prompt: Prompt, completion: str) -> Graded:
     return found
 
 
+def gold_fault(reward: Reward, prompt: Prompt) -> str | None:
+    """Why a prompt's answer cannot be judged by; None if it equals itself, or the reward looks at no answer.
+
+    It takes as long as judging does: where that can be long, call it in a process that can be killed.
+    """
+    reward = reward.decides(prompt)
+    for completion in reward.gold_completions(prompt):
+        try:
+            found = judge(reward, prompt, Completion(completion))
+        except Exception as error:
+            return f"{error}" if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+        if not found.correct:
+            how = f"it is read as {found.answer[:80]!r}" if found.readable else "it cannot be read"
+            return f"the answer of prompt {prompt.index} is not equal to itself: of {completion[:80]!r} {how}"
+    return None
+
+
 @dataclass(frozen=True)
 class Part:
     """One part of a weighted sum."""
@@ -113,7 +140,7 @@ class Part:
 
 _LOGGED = (
     "mean", "std", "correct", "no_answer_fraction", "zero_variance_group_fraction", "verifier_errors",
-    "verifier_timeouts",
+    "verifier_timeouts", "unreadable_answers",
 )  # fmt: skip
 
 
@@ -141,6 +168,14 @@ class WeightedSum(Reward):
         """If every part is."""
         return all(part.reward.quick for part in self.parts)
 
+    def gold_completions(self, prompt: Prompt) -> tuple[str, ...]:
+        """The first part's."""
+        return self.parts[0].reward.gold_completions(prompt)
+
+    def decides(self, prompt: Prompt) -> Reward:
+        """The first part."""
+        return self.parts[0].reward.decides(prompt)
+
     @property
     def part_names(self) -> tuple[str, ...]:
         """Those given."""
@@ -160,7 +195,7 @@ class WeightedSum(Reward):
         all_graded = [part.reward.grade(prompt, completion) for part in self.parts]
         values = tuple(one.reward for one in all_graded)
         total = sum(part.weight * value for part, value in zip(self.parts, values, strict=True))
-        return Graded(total, all_graded[0].correct, all_graded[0].answer, values)
+        return all_graded[0]._replace(reward=total, parts=values)
 
 
 @dataclass(frozen=True)

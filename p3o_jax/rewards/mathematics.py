@@ -38,6 +38,10 @@ class MathVerify(Reward):
         """1 or 0."""
         return self.grade(prompt, completion).reward
 
+    def gold_completions(self, prompt: Prompt) -> tuple[str, ...]:
+        """The answer as it is, and in a box."""
+        return (prompt.answer, f"\\boxed{{{final_answer(prompt.answer) or prompt.answer}}}")
+
     def grade(self, prompt: Prompt, completion: str) -> Graded:
         """With the answer that was found.
 

@@ -25,6 +25,7 @@ import orbax.checkpoint as ocp
 
 from p3o_jax.devices.processes import agreed, fail_together
 from p3o_jax.runs import integrity
+from p3o_jax.terminal import say
 
 _OVERHEAD_BYTES = 2**18
 """Of a checkpoint's many small files."""
@@ -53,6 +54,12 @@ def steps_in(directory: Path) -> list[int]:
 def newest_step(directory: Path) -> int:
     """The step of the newest complete checkpoint in a directory, which need not exist; 0 if there is none."""
     return max(steps_in(directory), default=0)
+
+
+def newest_whole_step(directory: Path) -> int:
+    """The step of the newest checkpoint in a directory whose files are what was written; 0 if there is none."""
+    steps = reversed(steps_in(directory))
+    return next((step for step in steps if integrity.damage(directory / str(step)) is None), 0)
 
 
 def best_step(directory: Path) -> int | None:
@@ -253,7 +260,7 @@ class Checkpoints:
 
     def _say(self, line: str) -> None:
         if jax.process_index() == 0:
-            print(line, file=sys.stderr, flush=True)
+            say(line, sys.stderr)
 
     @contextmanager
     def _naming(self) -> Iterator[None]:
@@ -285,7 +292,7 @@ class Checkpoints:
         except CheckpointError as second:
             if error is None:
                 raise
-            print(f"error: {second}", file=sys.stderr)  # and the first error is raised
+            say(f"error: {second}", sys.stderr)  # and the first error is raised
 
 
 def _reason(error: BaseException) -> str:

@@ -1,6 +1,7 @@
 """The directory of a run: what was run, where, and its results.
 
 config.json        the complete configuration
+tokenizer.json     the tokenizer of a model that is trained from scratch, of characters or bytes
 command.txt        the command of every start, one a line
 environment.json   versions, devices, commit; one record a start
 status.json        what the run is doing (`runs.status`)
@@ -66,6 +67,7 @@ class RunDirectory:
         *,
         resume: bool = False,
         may_differ: Sequence[str] = MAY_DIFFER,
+        tokenizer: Mapping[str, Any] | None = None,
     ) -> RunDirectory:
         """Starts a run in a new directory, or continues the one in it.
 
@@ -79,6 +81,7 @@ class RunDirectory:
                 run can be the one that continues it.
             may_differ: fields, by dotted name, in which, and in what is below which, a resumed run's configuration may
                 differ.
+            tokenizer: as JSON values, if it is no published one.
 
         Raises:
             FileExistsError: the directory holds a run, or something else.
@@ -95,7 +98,7 @@ class RunDirectory:
         try:
             directory.path.mkdir(parents=True, exist_ok=True)
             directory = cls(directory.path, _lock(directory.path))
-            directory._record(config, argv)
+            directory._record(config, argv, tokenizer)
         except BlockingIOError:
             raise
         except OSError as error:
@@ -124,7 +127,7 @@ class RunDirectory:
     def _check_same_run(self, config: Mapping[str, Any], may_differ: Sequence[str]) -> None:
         path = self.path / "config.json"
         try:
-            before = json.loads(path.read_text())
+            before = json.loads(path.read_bytes())
         except ValueError as error:
             raise ValueError(f"{path} is damaged: {error}") from error
         # As JSON, so that tuples are lists on both sides.
@@ -140,16 +143,18 @@ class RunDirectory:
                 "one, or give another --run-dir"
             )
 
-    def _record(self, config: Mapping[str, Any], argv: Sequence[str]) -> None:
+    def _record(self, config: Mapping[str, Any], argv: Sequence[str], tokenizer: Mapping[str, Any] | None) -> None:
         as_json = json.dumps(config, indent=2, allow_nan=False) + "\n"  # before anything is written
-        with open(self.path / "command.txt", "a") as file:
+        with open(self.path / "command.txt", "a", encoding="utf-8") as file:
             file.write(shlex.join(argv) + "\n")
         starts_path = self.path / "environment.json"
         try:
-            starts = json.loads(starts_path.read_text()) if starts_path.exists() else []
+            starts = json.loads(starts_path.read_bytes()) if starts_path.exists() else []
         except ValueError as error:
             raise ValueError(f"{starts_path} is damaged: {error}; move it away to go on without it") from error
         write_atomically(starts_path, json.dumps([*starts, environment()], indent=2) + "\n")
+        if tokenizer is not None:
+            write_atomically(self.path / "tokenizer.json", json.dumps(tokenizer) + "\n")
         # Last: a directory with a config.json is a run.
         write_atomically(self.path / "config.json", as_json)
 
@@ -171,7 +176,15 @@ def _lock(path: Path) -> IO[str]:
     return file
 
 
-_OF_A_START = ("lock", "command.txt", "environment.json", "environment.json.tmp", "config.json.tmp")
+_OF_A_START = (
+    "lock",
+    "command.txt",
+    "environment.json",
+    "environment.json.tmp",
+    "config.json.tmp",
+    "tokenizer.json",
+    "tokenizer.json.tmp",
+)
 """What a start that was cut short leaves: not a run yet."""
 _ABSENT = "absent"
 
@@ -189,7 +202,7 @@ def _differences(before: Any, now: Any, prefix: str = "") -> Iterator[tuple[str,
 def write_atomically(path: Path, text: str) -> None:
     """Writes a file so that a crash leaves the old one or the new one."""
     temporary = path.with_name(path.name + ".tmp")
-    with open(temporary, "w") as file:
+    with open(temporary, "w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())

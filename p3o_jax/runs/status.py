@@ -17,6 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from p3o_jax.json_lines import first_line
 from p3o_jax.runs.directory import write_atomically
 from p3o_jax.runs.preemption import Preempted
 
@@ -31,7 +32,8 @@ class RunStatus:
 
     def __init__(self, run_dir: Path, num_steps: int, *, enabled: bool = True):
         self._path, self._num_steps, self._enabled = Path(run_dir) / FILE, num_steps, enabled
-        self._step, self._written = 0, -_SECONDS_BETWEEN_WRITES
+        # One that goes on has reached what it said last, until it says more.
+        self._step, self._written = _step_of(self._path), -_SECONDS_BETWEEN_WRITES
 
     def update(self, step: int) -> None:
         """A step is done; written at most every ten seconds."""
@@ -59,7 +61,7 @@ class RunStatus:
             elif isinstance(error, KeyboardInterrupt):
                 self._write("stopped", "interrupted")
             else:
-                self._write("failed", (str(error) or type(error).__name__).splitlines()[0])
+                self._write("failed", first_line(error))
 
     def _write(self, state: str, reason: str = "") -> None:
         if self._enabled:
@@ -74,7 +76,7 @@ class RunStatus:
 def read(run_dir: Path) -> dict[str, Any]:
     """A run's status; `lost` where it says running but nothing runs, `unknown` where it says nothing."""
     try:
-        status = json.loads((Path(run_dir) / FILE).read_text())
+        status = json.loads((Path(run_dir) / FILE).read_bytes())
         state, host, pid, written = status["state"], status["host"], int(status["pid"]), float(status["time"])
     except (OSError, ValueError, KeyError, TypeError):
         return {"state": "unknown", "step": None, "num_steps": None, "reason": f"no readable {FILE}"}
@@ -83,6 +85,14 @@ def read(run_dir: Path) -> dict[str, Any]:
         if not (_is_alive(pid) if here else time.time() - written < _SECONDS_OF_SILENCE):
             status |= {"state": "lost", "reason": "ended without a word" if here else "not heard of for long"}
     return status
+
+
+def _step_of(path: Path) -> int:
+    """The step that a status names; 0 if there is no status that can be read."""
+    try:
+        return max(int(json.loads(path.read_bytes())["step"]), 0)
+    except (OSError, ValueError, KeyError, TypeError):
+        return 0
 
 
 def _is_alive(pid: int) -> bool:

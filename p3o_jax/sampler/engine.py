@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array
 
 from p3o_jax.batch.types import Rollout
-from p3o_jax.sampler.sampling import AS_THEY_ARE, Sampling
+from p3o_jax.sampler.sampling import AS_THEY_ARE, Sampling, is_count
 
 
 @dataclass(frozen=True)
@@ -48,9 +48,9 @@ class Requests:
     def __post_init__(self) -> None:
         if self.greedy and self.support is not None:
             raise ValueError("sampler: support is of sampled distributions, and greedy=True does not sample")
-        if self.num_samples < 1:
-            raise ValueError(f"sampler: num_samples must be at least 1, got {self.num_samples}")
-        if not (self.support in (None, "exact") or (isinstance(self.support, int) and self.support > 0)):
+        if not is_count(self.num_samples):
+            raise ValueError(f"sampler: num_samples must be a whole number, at least 1, got {self.num_samples!r}")
+        if not (self.support is None or self.support == "exact" or is_count(self.support)):
             raise ValueError(f"sampler: support must be None, 'exact' or a number of tokens, got {self.support!r}")
         settings = None if isinstance(self.sampling, Sampling) else self.sampling
         for name, values in (

@@ -25,7 +25,7 @@ from p3o_jax.models.transformer import TransformerConfig
 from p3o_jax.sampler import decode
 from p3o_jax.sampler.decode import OnDraw, Options, Padded
 from p3o_jax.sampler.engine import Requests
-from p3o_jax.sampler.sampling import NOTHING_CUT, RowSampling, Sampling, Truncation
+from p3o_jax.sampler.sampling import NOTHING_CUT, RowSampling, Sampling, Truncation, is_count
 from p3o_jax.sampler.weights import WeightFormat, Weights
 
 
@@ -71,7 +71,7 @@ class Sampler:
             ValueError: the limits do not fit the model.
         """
         total = limits.prompt_tokens + limits.response_tokens
-        if limits.prompt_tokens < 1 or limits.response_tokens < 1:
+        if not (is_count(limits.prompt_tokens) and is_count(limits.response_tokens)):
             raise ValueError(f"sampler: limits on tokens must be positive, got {limits}")
         if total > config.context_tokens:
             raise ValueError(
@@ -79,9 +79,9 @@ class Sampler:
                 f"model.context_tokens={config.context_tokens}"
             )
         shards = sharding.num_batch_shards(mesh)
-        if limits.slots is not None and (limits.slots < 1 or limits.slots % shards):
+        if limits.slots is not None and (not is_count(limits.slots) or limits.slots % shards):
             raise ValueError(f"sampler: slots={limits.slots} must be a positive multiple of the {shards} row shards")
-        outside = [i for i in (*limits.eos_ids, *limits.stop_ids) if not 0 <= i < vocab_size]
+        outside = [i for i in (*limits.eos_ids, *limits.stop_ids) if not (is_count(i, 0) and i < vocab_size)]
         if outside:
             raise ValueError(f"sampler: stop ids {outside} are outside the vocabulary of {vocab_size} tokens")
         self.limits, self.precision, self.mesh = limits, precision, mesh
@@ -178,6 +178,8 @@ class Sampler:
 def _int32(values: Sequence[int], least: int, most: int, name: str) -> np.ndarray:
     """Whole numbers within bounds, or an error that names the first that is none."""
     array = np.asarray(values)
+    if array.dtype.kind in "iu" and bool in set(map(type, values)):
+        array = array.astype(bool)  # which numpy counts as 0 and 1 beside numbers
     if array.dtype.kind not in "iu":
         raise ValueError(f"sampler: {name} must be a whole number, got {array.ravel()[0]!r} among {array.dtype} values")
     outside = (array < least) | (array > most)

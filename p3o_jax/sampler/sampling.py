@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,8 +27,20 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 
+def is_number(value: Any) -> bool:
+    """Whether it is a number; True and False are none, whatever Python counts them as."""
+    return isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
+
+
+def is_count(value: Any, least: int = 1) -> bool:
+    """Whether it is a whole number, at least `least`."""
+    return is_number(value) and isinstance(value, int | np.integer) and bool(value >= least)
+
+
 def is_temperature(value: float) -> bool:
     """Whether logits can be divided by it: positive and finite, as a float32 too."""
+    if not is_number(value):
+        return False
     return math.isfinite(value) and float(np.finfo(np.float32).tiny) <= value <= float(np.finfo(np.float32).max)
 
 
@@ -38,8 +50,8 @@ def check_seed(seed: int) -> None:
     Raises:
         ValueError: it is not between 0 and 2**32 - 1.
     """
-    if not 0 <= seed < 2**32:
-        raise ValueError(f"seed must be at least 0 and below 2**32, got {seed}")
+    if not (is_count(seed, 0) and seed < 2**32):
+        raise ValueError(f"seed must be at least 0 and below 2**32, a whole number, got {seed!r}")
 
 
 @dataclass(frozen=True)
@@ -60,13 +72,13 @@ class Sampling:
             raise ValueError(
                 f"sampling: temperature must be positive and finite, got {self.temperature} (for the mode use greedy)"
             )
-        if self.top_k is not None and not (isinstance(self.top_k, int | np.integer) and 1 <= self.top_k < 2**31):
+        if self.top_k is not None and not (is_count(self.top_k) and self.top_k < 2**31):
             raise ValueError(
                 f"sampling: top_k must be a whole number, at least 1 and below 2**31, got {self.top_k} (all: None)"
             )
-        if not 0 < self.top_p <= 1:
+        if not (is_number(self.top_p) and 0 < self.top_p <= 1):
             raise ValueError(f"sampling: top_p must be above 0 and at most 1, got {self.top_p} (all tokens: 1)")
-        if not 0 <= self.min_p <= 1:
+        if not (is_number(self.min_p) and 0 <= self.min_p <= 1):
             raise ValueError(f"sampling: min_p must be between 0 and 1, got {self.min_p} (all tokens: 0)")
 
     @property

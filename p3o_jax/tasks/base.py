@@ -6,20 +6,32 @@ in is decided by a hash of its text, and a source draws again until it has one o
 
 from __future__ import annotations
 
-import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 import numpy as np
 
 from p3o_jax.rewards.base import Prompt
+from p3o_jax.tasks.questions import Questions, digest_of
 from p3o_jax.tokenizers.text import PRINTABLE_ASCII, ByteTokenizer, Tokenizer
 
-__all__ = ["DrawnPrompts", "Prompt", "PromptSource", "Split", "Task", "digest_of", "noisy", "split_of"]
+__all__ = [
+    "EVALUATION_SEED",
+    "DrawnPrompts",
+    "Prompt",
+    "PromptSource",
+    "Split",
+    "Task",
+    "digest_of",
+    "noisy",
+    "split_of",
+]
 
 Split = Literal["train", "evaluation"]
+
+EVALUATION_SEED = 20_260_512  # a constant: all runs are evaluated on the same prompts
 
 _MAX_DRAWS = 2000  # with a tenth of the prompts, a miss of this length has probability 1e-91
 _BYTES = ByteTokenizer()
@@ -74,6 +86,17 @@ class Task(ABC):
     def prompts(self, split: Split, seed: int) -> PromptSource:
         """The prompts of a split; no text is in both splits, whatever the seeds."""
 
+    def sources(self, split: Split, seed: int) -> tuple[PromptSource, ...]:
+        """The prompts of a split of each of `components`; no question is in both splits of any two of them."""
+        return (self.prompts(split, seed),)
+
+    def question(self, prompt: Prompt) -> str:
+        """What a prompt asks, without the instructions around it: a question is in one split only, however it is put.
+
+        Unless overridden: its text.
+        """
+        return prompt.text
+
     def demonstration(self, prompt: Prompt, noise: float, rng: np.random.Generator) -> str:
         """A correct completion, each of its characters replaced by a random one with probability `noise`.
 
@@ -92,11 +115,6 @@ class Task(ABC):
         )
 
 
-def digest_of(text: str) -> bytes:
-    """8 bytes, the same for texts that differ in case and spacing only."""
-    return hashlib.blake2b(" ".join(text.casefold().split()).encode(), digest_size=8).digest()
-
-
 def split_of(text: str) -> Split:
     """Which split a text can be in: a tenth of all texts are for evaluation. Case and spacing do not count."""
     return "evaluation" if int.from_bytes(digest_of(text), "big") % 10 == 0 else "train"
@@ -109,6 +127,8 @@ class DrawnPrompts:
     draw: Callable[[int, int], Prompt]
     split: Split
     length: int
+    excluded: Questions = field(default_factory=Questions)
+    """What other tasks of a mixture have in their other split."""
 
     def __len__(self) -> int:
         return self.length
@@ -118,11 +138,12 @@ class DrawnPrompts:
             raise IndexError(f"prompt {index} of {self.length}")
         for attempt in range(_MAX_DRAWS):
             prompt = self.draw(index, attempt)
-            if split_of(prompt.text) == self.split:
+            if split_of(prompt.text) == self.split and prompt.text not in self.excluded:
                 return prompt
+        others = f", other than {len(self.excluded)} that are in another split of the mixture" * bool(self.excluded)
         raise ValueError(
-            f"{_MAX_DRAWS} draws gave no prompt of the {self.split} split (last: {prompt.text!r}): the task has too "
-            "few different prompts"
+            f"{_MAX_DRAWS} draws gave no prompt of the {self.split} split{others} (last: {prompt.text!r}): the task "
+            "has too few different prompts"
         )
 
 

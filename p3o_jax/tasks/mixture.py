@@ -10,6 +10,7 @@ import numpy as np
 
 from p3o_jax.rewards.base import Graded, Prompt, Reward, graded
 from p3o_jax.tasks.base import PromptSource, Split, Task
+from p3o_jax.tasks.separation import Elsewhere, elsewhere, separated
 from p3o_jax.tokenizers.text import Tokenizer
 
 
@@ -85,8 +86,28 @@ class Mixture(Task):
 
     def prompts(self, split: Split, seed: int) -> PromptSource:
         """The tasks' prompts, in proportion in every stretch of the source."""
-        sources = tuple(task.prompts(split, seed) for task in self.components)
-        return _MixedPrompts(sources, tuple(share.weight for share in self.shares))
+        return _MixedPrompts(self.sources(split, seed), tuple(share.weight for share in self.shares))
+
+    def sources(self, split: Split, seed: int) -> tuple[PromptSource, ...]:
+        """Each task's prompts, without what another task has in its other split.
+
+        Where two lists of prompts have a question in common, it is left out of training. Where a task draws its
+        prompts, it draws again: for training, what a list evaluates on; for evaluation, what a list trains on.
+
+        Raises:
+            ValueError: nothing is left for the training of a task.
+        """
+        parts = zip(self.components, self._elsewhere, strict=True)
+        return tuple(separated(task, split, seed, others) for task, others in parts)
+
+    def question(self, prompt: Prompt) -> str:
+        """Its task's."""
+        return self.components[prompt.task].question(prompt)
+
+    @cached_property
+    def _elsewhere(self) -> list[Elsewhere]:
+        """What each task must leave to the others; found out once."""
+        return elsewhere(self.components)
 
     def demonstration(self, prompt: Prompt, noise: float, rng: np.random.Generator) -> str:
         """Its task's."""
@@ -107,6 +128,16 @@ class _OfSource(Reward):
     def quick(self) -> bool:
         """If all are."""
         return all(reward is None or reward.quick for reward in self._rewards)
+
+    def gold_completions(self, prompt: Prompt) -> tuple[str, ...]:
+        """Those of the task's reward."""
+        reward = self._rewards[prompt.task]
+        return () if reward is None else reward.gold_completions(prompt)
+
+    def decides(self, prompt: Prompt) -> Reward:
+        """What decides in the task's reward."""
+        reward = self._rewards[prompt.task]
+        return self if reward is None else reward.decides(prompt)
 
     @property
     def part_names(self) -> tuple[str, ...]:

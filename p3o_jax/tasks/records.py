@@ -31,8 +31,12 @@ class Records(Protocol):
     def where(self, row: int) -> str:
         """The file and line of a row, for messages."""
 
-    def scan(self, paths: Sequence[str]) -> Iterator[dict[str, Any]]:
-        """All rows in order, with at least the columns of these paths."""
+    def scan(self, paths: Sequence[str] | None = None) -> Iterator[dict[str, Any]]:
+        """All rows in order, with at least the columns of these paths that there are. None: with all columns."""
+
+    @property
+    def paths(self) -> Sequence[Path]:
+        """Its files."""
 
 
 def open_records(path: str) -> list[Records]:
@@ -109,7 +113,7 @@ class _ReadByRow(ABC):
     @abstractmethod
     def __getitem__(self, row: int) -> dict[str, Any]: ...
 
-    def scan(self, paths: Sequence[str]) -> Iterator[dict[str, Any]]:
+    def scan(self, paths: Sequence[str] | None = None) -> Iterator[dict[str, Any]]:
         return (self[row] for row in range(len(self)))
 
 
@@ -139,13 +143,17 @@ class _JsonLines(_ReadByRow):
     def where(self, row: int) -> str:
         return f"{self._path}:{self._numbers[row]}"
 
+    @property
+    def paths(self) -> Sequence[Path]:
+        return [self._path]
+
 
 class _JsonArray(_ReadByRow):
     def __init__(self, path: Path):
         self._path = path
         try:
             self._rows = json.loads(path.read_bytes())
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{path} is not valid JSON: {error} (one object a line is .jsonl)") from error
         if not isinstance(self._rows, list):
             raise ValueError(f"{path} is not an array of rows")
@@ -160,6 +168,10 @@ class _JsonArray(_ReadByRow):
 
     def where(self, row: int) -> str:
         return f"{self._path}, entry {row + 1}"
+
+    @property
+    def paths(self) -> Sequence[Path]:
+        return [self._path]
 
 
 class _JsonFiles(_ReadByRow):
@@ -176,6 +188,10 @@ class _JsonFiles(_ReadByRow):
 
     def where(self, row: int) -> str:
         return str(self._paths[row])
+
+    @property
+    def paths(self) -> Sequence[Path]:
+        return self._paths
 
 
 class _Parquet:
@@ -204,18 +220,22 @@ class _Parquet:
     def where(self, row: int) -> str:
         return f"{self._path}, row {row + 1}"
 
-    def scan(self, paths: Sequence[str]) -> Iterator[dict[str, Any]]:
-        wanted = {path.partition(".")[0] for path in paths}
-        if not wanted <= self._columns.keys():
-            yield self[0]  # which says what is missing, and what there is
-        for batch in self._table.select(sorted(wanted)).to_batches(max_chunksize=_SCAN_ROWS):
+    @property
+    def paths(self) -> Sequence[Path]:
+        return [self._path]
+
+    def scan(self, paths: Sequence[str] | None = None) -> Iterator[dict[str, Any]]:
+        wanted = {path.partition(".")[0] for path in paths or self._columns}
+        # Where one is missing all are given: whoever reads a row then says what there is.
+        table = self._table.select(sorted(wanted)) if wanted <= self._columns.keys() else self._table
+        for batch in table.to_batches(max_chunksize=_SCAN_ROWS):
             yield from batch.to_pylist()
 
 
 def _object(text: bytes, where: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{where}: not valid JSON: {error}") from error
     if not isinstance(value, dict):
         raise ValueError(f"{where}: not a JSON object")

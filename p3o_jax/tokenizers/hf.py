@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -83,8 +84,31 @@ class HfTokenizer:
         Raises:
             ValueError: a chat's text that is already in a chat format, or an id that the model does not have.
         """
+        rendered = self._rendered(text)
+        return self._encode(rendered, bos=not self.chat)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """What `encode` gives for each of some texts, all encoded at once.
+
+        Raises:
+            ValueError: as `encode`, if any of them is refused.
+        """
+        rendered = [self._rendered(text) for text in texts]
+        encoded = self._tokenizer.encode_batch(rendered, add_special_tokens=False)
+        return [self._checked(one.ids, bos=not self.chat) for one in encoded]
+
+    @property
+    def identity(self) -> str:
+        """A digest of all that ids depend on."""
+        source = self.source
+        made_of = [source.json, dict(source.config), dict(source.generation), self._vocab_size]
+        made_of += [self.chat, self._system_prompt, self._options]
+        return hashlib.blake2b(json.dumps(made_of, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+    def _rendered(self, text: str) -> str:
+        """What is encoded of a prompt."""
         if not self.chat:
-            return self._encode(text, bos=True)
+            return text
         for control in self._controls:
             if control in text:
                 raise ValueError(
@@ -92,7 +116,7 @@ class HfTokenizer:
                     f"set pretrained.chat to False for prompts that are in the format already; {text[:80]!r}"
                 )
         system = [] if self._system_prompt is None else [{"role": "system", "content": self._system_prompt}]
-        return self.encode_chat([*system, {"role": "user", "content": text}])
+        return self.template.render([*system, {"role": "user", "content": text}], self._options)
 
     def encode_chat(self, messages: Sequence[Message]) -> list[int]:
         """Token ids of a chat up to where the assistant is to answer."""
@@ -105,7 +129,9 @@ class HfTokenizer:
         return self._tokenizer.decode(list(ids), skip_special_tokens=True)
 
     def _encode(self, text: str, *, bos: bool) -> list[int]:
-        ids = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return self._checked(self._tokenizer.encode(text, add_special_tokens=False).ids, bos=bos)
+
+    def _checked(self, ids: list[int], *, bos: bool) -> list[int]:
         begin = self._tokenizer.token_to_id(_text(self.source.config.get("bos_token")) or "")
         if begin is not None and begin in ids[:1]:  # one is enough, whoever put it there
             while ids[1:2] == [begin]:

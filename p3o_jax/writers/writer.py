@@ -22,6 +22,7 @@ from tensorboardX.proto.event_pb2 import Event, SessionLog
 from tensorboardX.proto.summary_pb2 import Summary
 
 from p3o_jax.batch.metrics import Histogram
+from p3o_jax.json_lines import read_json_lines
 from p3o_jax.runs.directory import write_atomically
 from p3o_jax.writers import tensorboard
 from p3o_jax.writers.samples import samples_html
@@ -47,7 +48,7 @@ class Writer:
             return
         path = self._metrics_path
         if path.exists():
-            kept = [line for line in _read_lines(path) if line["step"] < step]
+            kept = [line for line in read_json_lines(path) if line["step"] < step]
             with _naming(path):
                 write_atomically(path, "".join(json.dumps(line) + "\n" for line in kept))
         for rollouts in (self._dir / "rollouts").glob("step_*.jsonl"):
@@ -137,7 +138,7 @@ class Writer:
         self._last_step = step
 
     def _append(self, line: Mapping[str, Any]) -> None:
-        with _naming(self._metrics_path), open(self._metrics_path, "a") as file:
+        with _naming(self._metrics_path), open(self._metrics_path, "a", encoding="utf-8") as file:
             file.write(json.dumps(line, allow_nan=False) + "\n")
 
     def _add(self, event: Event) -> None:
@@ -158,21 +159,8 @@ def read_metrics(run_dir: Path) -> list[dict[str, float]]:
         FileNotFoundError: the run has written none.
         ValueError: a damaged line, other than an unfinished last one, which is left out.
     """
-    lines = _read_lines(Path(run_dir) / "metrics.jsonl")
+    lines = read_json_lines(Path(run_dir) / "metrics.jsonl")
     return [{tag: value if tag == "step" else float(value) for tag, value in line.items()} for line in lines]
-
-
-def _read_lines(path: Path) -> list[dict[str, Any]]:
-    lines = path.read_text().splitlines(keepends=True)
-    records = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            records.append(json.loads(line))
-        except ValueError as error:
-            if number == len(lines) and not line.endswith("\n"):
-                break  # the process ended while it wrote it
-            raise ValueError(f"{path}, line {number} is damaged: {error}") from error
-    return records
 
 
 def _to_json(value: float) -> float | str:

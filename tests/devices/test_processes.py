@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import jax
@@ -63,3 +64,16 @@ def test_without_other_processes_the_command_line_says_what_to_set(tmp_path):
     assert result.returncode == 1
     assert result.stderr.startswith("error: --distributed: no other processes found; set JAX_COORDINATOR_ADDRESS")
     assert "Traceback" not in result.stderr
+
+
+@pytest.mark.slow
+def test_what_process_0_finds_is_known_to_all():
+    root = Path(__file__).parents[2]
+    launch = [sys.executable, str(root / "launch" / "local_processes.py"), "--processes", "2", "--devices", "1"]
+    result = subprocess.run(
+        [*launch, sys.executable, str(root / "tests" / "devices" / "of_process_0_program.py")],
+        capture_output=True, text=True, timeout=120, cwd=root, env=os.environ | {"PYTHONPATH": str(root)},
+    )  # fmt: skip
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "[0] told ValueError: row 3 of d.jsonl" in result.stdout
+    assert "[1] told ElsewhereError: process 0: row 3 of d.jsonl" in result.stdout

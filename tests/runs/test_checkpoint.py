@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from p3o_jax.devices.sharding import MeshShape, make_mesh
 from p3o_jax.runs import integrity
-from p3o_jax.runs.checkpoint import CheckpointError, Checkpoints, best_step, newest_step, steps_in
+from p3o_jax.runs.checkpoint import CheckpointError, Checkpoints, best_step, newest_step, newest_whole_step, steps_in
 
 NAN = float("nan")
 ROWS, WHOLE = PartitionSpec("fsdp"), PartitionSpec()
@@ -255,3 +255,15 @@ def test_a_fingerprint_sees_any_change_and_no_mesh(dtype):
     assert integrity.fingerprints(values[::-1]) != [whole]
     elsewhere = jax.device_put(values, jax.devices()[1])
     assert integrity.fingerprints({"a": elsewhere, "b": changed, "c": values})[::2] == [whole, whole]
+
+
+def test_the_newest_whole_step_passes_over_what_is_damaged(tmp_path):
+    for step in (3, 12, 40):
+        (tmp_path / str(step) / "state").mkdir(parents=True)
+        (tmp_path / str(step) / "state" / "array").write_bytes(b"x" * step)
+        integrity.write_manifest(tmp_path / str(step))
+    assert newest_whole_step(tmp_path) == 40
+    (tmp_path / "40" / "state" / "array").write_bytes(b"")
+    (tmp_path / "12" / "files.json").unlink()
+    assert newest_whole_step(tmp_path) == 3
+    assert newest_whole_step(tmp_path / "none") == 0

@@ -84,3 +84,21 @@ def test_runs_are_listed(tmp_path, capsys):
     assert second.split() == ["b", "12/60", "0.250", "0.988", "finished"]
     with pytest.raises(ValueError, match="no runs in"):
         runs.run([str(tmp_path / "b" / "none")])
+
+
+def test_a_run_that_fails_before_it_makes_a_step_keeps_the_step_it_had_reached(tmp_path):
+    with RunStatus(tmp_path, 60) as status:
+        status.update(12)
+    with suppress(ValueError), RunStatus(tmp_path, 60):
+        assert run_status.read(tmp_path)["step"] == 12
+        raise ValueError("at once")
+    assert (run_status.read(tmp_path)["state"], run_status.read(tmp_path)["step"]) == ("failed", 12)
+    (tmp_path / "status.json").write_text('{"step": "many"}')
+    with RunStatus(tmp_path, 60):
+        assert run_status.read(tmp_path)["step"] == 0
+
+
+def test_a_reason_ends_at_the_end_of_its_line_only(tmp_path):
+    with suppress(ValueError), RunStatus(tmp_path, 9):
+        raise ValueError("a\u2028b\x85c\nd")
+    assert run_status.read(tmp_path)["reason"] == "a\u2028b\x85c"

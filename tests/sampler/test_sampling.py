@@ -201,3 +201,16 @@ def test_impossible_settings_are_refused(settings, message):
 def test_whether_anything_is_cut():
     assert not Sampling(temperature=0.3).is_truncated
     assert all(Sampling(**one).is_truncated for one in ({"top_k": 3}, {"top_p": 0.9}, {"min_p": 0.1}))
+
+
+@pytest.mark.parametrize("name", ["temperature", "top_k", "top_p", "min_p"])
+@pytest.mark.parametrize("value", [True, np.True_, "1"])
+def test_what_is_no_number_is_no_setting(name, value):
+    with pytest.raises(ValueError, match=f"sampling: {name} must be"):
+        Sampling(**{name: value})
+
+
+@pytest.mark.parametrize("changes", [{"num_samples": True}, {"num_samples": 1.0}, {"support": True}])
+def test_what_is_no_count_is_no_request(changes):
+    with pytest.raises(ValueError, match=f"sampler: {next(iter(changes))} must be"):
+        Requests([[1]], [0], jax.random.key(0), **changes)

@@ -95,3 +95,29 @@ def test_what_there_is_no_error_of():
     assert nothing.ess == 1 and np.isnan(nothing[1:]).all()
     for value in (np.nan, np.inf, -np.inf):
         assert np.isnan(ess_of_prompts(np.array([[0.0], [value]]), np.ones((2, 1), bool), np.arange(2))).all()
+
+
+@pytest.mark.parametrize(
+    ("draw", "ess", "covered"),
+    [
+        # exp(-s^2) of normal log-ratios of deviation s; (1 - 4 b^2) / (1 - b^2)^2 of Laplace's of scale b.
+        (lambda rng: 0.5 * rng.standard_normal((512, 44)), np.exp(-0.25), (0.9, 1.0)),
+        (lambda rng: 0.35 * rng.laplace(size=(512, 44)), (1 - 4 * 0.35**2) / (1 - 0.35**2) ** 2, (0.6, 0.9)),
+    ],
+    ids=["normal", "laplace"],
+)
+def test_an_error_does_not_see_a_tail_that_was_not_sampled(draw, ess, covered):
+    """Of 100 ESS of normal log-ratios about 95 are within twice their error; of Laplace's far fewer (docs/probe.md).
+
+    Those that miss have the smaller shares of a prompt, not the larger: a large share shows a tail, a small one does
+    not show that there is none.
+    """
+    rng = np.random.default_rng(0)
+    found = [ess_of_prompts(draw(rng), np.ones((512, 44), bool), np.arange(512)) for _ in range(100)]
+    within = np.array([abs(one.ess - ess) <= 2 * one.error for one in found])
+    share = np.array([one.largest_share for one in found])
+    assert covered[0] <= within.mean() <= covered[1]
+    if ess < 0.7:
+        assert np.median(share[~within]) < np.median(share[within])
+    else:
+        assert share.max() < 0.1

@@ -142,25 +142,6 @@ class RatioMoments(NamedTuple):
         return self.ess()
 
 
-def ess_standard_error(moments: RatioMoments) -> Float[Array, ""]:
-    """The standard error of the ESS of all groups together, by leaving out one group at a time (the jackknife).
-
-    sqrt((G - 1) / G sum_g (ess_(g) - mean ess_(.))^2), for groups that are drawn independently, such as prompts.
-
-    Args:
-        moments: of each group, [G]; NaN with fewer than two groups that are not empty.
-    """
-    shift = moments.largest.max()
-    first, second, count, nonfinite = moments.sums((shift,))
-    some = count > 0
-    first, second, count = (part.sum() - part for part in (first, second, count))
-    left_out = jnp.where(some, first * first / (jnp.where(some, second, 1.0) * jnp.maximum(count, 1.0)), 0.0)
-    num_groups = some.sum(dtype=left_out.dtype)
-    deviation = jnp.where(some, left_out - left_out.sum() / num_groups, 0.0)
-    error = jnp.sqrt((num_groups - 1.0) / num_groups * jnp.sum(deviation**2))
-    return jnp.where((num_groups > 1) & (nonfinite.sum() == 0), error, jnp.nan)
-
-
 def _reductions(mask, group, num_groups) -> tuple[Callable, Callable, Callable]:
     """Max and sum over everything, or by group, and the way back from groups to entries."""
     if group is None:

@@ -29,7 +29,8 @@ class Arguments:
     prompts: int | None = None
     """Prompts of each task. Default: all of a file, 256 of a procedural task."""
     samples: int = 4
-    """Completions of each prompt: pass@1, pass@2, ... pass@SAMPLES, majority@SAMPLES. 0: none."""
+    """Completions of each prompt: pass@1, pass@2, ... pass@SAMPLES, majority@SAMPLES, each with its standard error over
+    prompts. 0: none."""
     greedy: bool = False
     """Judge the most likely completion of each prompt too."""
     temperature: float = 1.0
@@ -75,7 +76,7 @@ def run(arguments: Sequence[str]) -> None:
     from p3o_jax.devices.cache import enable_compilation_cache
     from p3o_jax.devices.precision import parse
     from p3o_jax.evaluation.evaluate import evaluate
-    from p3o_jax.evaluation.files import write_evaluation
+    from p3o_jax.evaluation.files import readable, write_evaluation
     from p3o_jax.experience.prompts import encoded, evaluation_sets_of
     from p3o_jax.experience.row_checks import Checks, usable
     from p3o_jax.experience.scoring import Scorer
@@ -145,6 +146,6 @@ def run(arguments: Sequence[str]) -> None:
         }
         write_evaluation(output, task.name, result.metrics, result.completions, settings)
         say(task.name)
-        for tag, value in result.metrics.items():
-            say(f"  {tag:22} {value:.4g}")
+        for tag, value in readable(result.metrics):
+            say(f"  {tag:22} {value}")
     say(f"{output}: results (.json), completions (.jsonl) and a table of some (.md)")

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, UInt8
+from numpy.typing import ArrayLike
 
 from p3o_jax.batch.types import FinishReason, Rollout, responses
 from p3o_jax.devices import sharding
@@ -21,6 +22,8 @@ from p3o_jax.experience.scoring import Scorer
 from p3o_jax.sampler import Engine, Requests, Sampling
 from p3o_jax.tasks.base import Prompt
 
+STANDARD_ERROR = "_standard_error"
+"""What the name of a metric's standard error ends with."""
 _DIGEST_BYTES, _TEXT_BYTES = 16, 112
 
 
@@ -99,7 +102,7 @@ def evaluate(
         metrics |= _summary(_joined(judged[False]))
     if greedy:
         most_likely = _joined(judged[True])
-        metrics["greedy"] = float(most_likely.correct.mean())
+        metrics |= _over_prompts("greedy", most_likely.correct[:, 0])
         if not num_samples:
             metrics |= {name: value for name, value in _summary(most_likely).items() if "@" not in name}
     return Evaluation(metrics, completions)
@@ -164,7 +167,7 @@ def _joined(batches: Sequence[_Judged]) -> _Judged:
 
 
 def _summary(judged: _Judged) -> dict[str, float]:
-    """Means over prompts, of which each has n completions; failures are counted."""
+    """Means over prompts, of which each has n completions, with their standard errors; failures are counted."""
     samples = judged.correct.shape[1]
     num_correct = judged.correct.sum(axis=1).tolist()
     answered = judged.answers.any(axis=2)
@@ -173,17 +176,32 @@ def _summary(judged: _Judged) -> dict[str, float]:
     ]
     votes = [majority(ballot, right) for ballot, right in zip(ballots, judged.correct.tolist(), strict=True)]
     ks = sorted({samples, *(2**i for i in range(samples.bit_length()))})
-    metrics = {f"pass@{k}": float(np.mean([pass_at_k(samples, c, k) for c in num_correct])) for k in ks}
+    metrics: dict[str, float] = {}
+    for k in ks:
+        metrics |= _over_prompts(f"pass@{k}", [pass_at_k(samples, c, k) for c in num_correct])
     if samples > 1:
-        metrics[f"majority@{samples}"] = float(np.mean(votes))
+        metrics |= _over_prompts(f"majority@{samples}", votes)
+    metrics |= _over_prompts("reward", judged.rewards.mean(axis=1, dtype=np.float64))
     return metrics | {
-        "reward": float(judged.rewards.mean(dtype=np.float64)),
         "no_answer_fraction": float(1 - answered.mean()),
         "response_tokens_mean": float(judged.response_length.mean()),
         "truncated_fraction": float(judged.truncated.mean()),
         "verifier_errors": float(judged.errors.sum()),
         "verifier_timeouts": float(judged.timeouts.sum()),
     }
+
+
+def _over_prompts(name: str, of_prompt: ArrayLike) -> dict[str, float]:
+    """The mean of what was found of each prompt, and its standard error: s / sqrt(P), s over P - 1; none of one prompt.
+
+    Prompts are what is drawn independently: completions of one prompt are not further prompts (Miller 2024,
+    arXiv:2411.00640).
+    """
+    values = np.asarray(of_prompt, np.float64)
+    found = {name: float(values.mean())}
+    if len(values) > 1:
+        found[name + STANDARD_ERROR] = float(values.std(ddof=1) / math.sqrt(len(values)))
+    return found
 
 
 def _readable(

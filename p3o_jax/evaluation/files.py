@@ -4,10 +4,12 @@ a table of some for reading."""
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from p3o_jax.evaluation.evaluate import STANDARD_ERROR
 from p3o_jax.runs.directory import write_atomically
 
 _TABLE_PROMPTS = 20
@@ -47,7 +49,7 @@ def write_evaluation(
 def table(name: str, metrics: Mapping[str, float], completions: Sequence[Mapping[str, Any]]) -> str:
     """Results and the completions of the first prompts, in Markdown."""
     first = list(dict.fromkeys(row["prompt_index"] for row in completions))[:_TABLE_PROMPTS]
-    lines = [f"# {name}", "", *(f"- {tag}: {value:g}" for tag, value in metrics.items()), ""]
+    lines = [f"# {name}", "", *(f"- {tag}: {value}" for tag, value in readable(metrics)), ""]
     lines += ["| | prompt | completion | answer | expected | reward |", "|---|---|---|---|---|---|"]
     for row in completions:
         if row["prompt_index"] in first:
@@ -56,6 +58,19 @@ def table(name: str, metrics: Mapping[str, float], completions: Sequence[Mapping
             texts = [_cell(row[column]) for column in ("prompt", "completion", "answer", "expected")]
             lines.append("| " + " | ".join([mark, *texts, reward]) + " |")
     return "\n".join(lines) + "\n"
+
+
+def readable(metrics: Mapping[str, float]) -> Iterator[tuple[str, str]]:
+    """Each metric as text, with its standard error if it has one: `0.430 ± 0.031`."""
+    for tag, value in metrics.items():
+        error = metrics.get(tag + STANDARD_ERROR)
+        if tag.endswith(STANDARD_ERROR) and tag.removesuffix(STANDARD_ERROR) in metrics:
+            continue
+        if error:
+            decimals = max(0, 1 - math.floor(math.log10(error)))  # two digits of the error
+            yield tag, f"{value:.{decimals}f} ± {error:.{decimals}f}"
+        else:
+            yield tag, f"{value:.4g}" if error is None else f"{value:.4g} ± 0"
 
 
 def _cell(text: str) -> str:

@@ -10,6 +10,7 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from p3o_jax.batch import metrics, stats
+from p3o_jax.probe.jackknife import ess_of_prompts
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,8 @@ class Mismatch:
     """What is said of one set of tokens; means are over tokens."""
 
     ess: float
-    ess_error: float  # its standard error, over prompts
+    ess_error: float  # its standard error, over prompts; NaN of one prompt
+    largest_prompt_share: float  # of sum rho^2, the ESS's denominator, what one prompt has
     sequence_ess: float  # of ratios of whole responses: 1 / rows already where the tokens' is near 1
     kl: float | None  # KL(pi, mu) of the distributions, exact or of their top tokens; None: not looked at
     k3: float
@@ -85,8 +87,13 @@ def mismatch(
         mask: tokens that count.
         group: the prompt of each row, over which the error of the ESS is taken.
     """
-    found = jax.device_get(_statistics(log_probs, behaviour, divergence, mask, *_by_prompt(group)))
+    found = jax.device_get(_statistics(log_probs, behaviour, divergence, mask))
+    with np.errstate(invalid="ignore"):  # of what is masked, or is counted as not finite
+        ess = ess_of_prompts(log_probs.astype(np.float64) - behaviour, mask, group)
     return Mismatch(
+        ess=ess.ess,
+        ess_error=ess.error,
+        largest_prompt_share=ess.largest_share,
         **({"kl": None} | {name: float(value) for name, value in found.items() if name != "nonfinite"}),
         nonfinite=int(found["nonfinite"]),
         num_tokens=int(mask.sum()),
@@ -94,21 +101,12 @@ def mismatch(
     )
 
 
-def _by_prompt(group: Int[np.ndarray, " B"]) -> tuple[Int[np.ndarray, "P N"], Bool[np.ndarray, "P N"]]:
-    """Which rows each prompt has, and which of these places hold one."""
-    _, prompt, count = np.unique(group, return_inverse=True, return_counts=True)
-    rows, there = np.zeros((len(count), count.max()), np.int32), np.arange(count.max()) < count[:, None]
-    rows[there] = np.argsort(prompt, kind="stable")
-    return rows, there
-
-
 @jax.jit
-def _statistics(log_probs: Any, behaviour: Any, divergence: Any, mask: Any, rows: Any, there: Any) -> dict[str, Any]:
-    """The fields of a `Mismatch` that are taken over tokens [B, T]; `rows` and `there` as `_by_prompt` gives them."""
+def _statistics(log_probs: Any, behaviour: Any, divergence: Any, mask: Any) -> dict[str, Any]:
+    """The fields of a `Mismatch` that are taken over tokens [B, T], but for the ESS."""
     log_ratio = stats.log_ratio(log_probs, behaviour, mask)
     found = stats.ratio_metrics(log_ratio, mask)
     tags = {
-        "ess": "policy/ess",
         "k3": "policy/behaviour_kl_proxy",
         "chi2": "policy/chi2",
         "log_ratio_abs_mean": "policy/log_ratio_abs_mean",
@@ -121,5 +119,4 @@ def _statistics(log_probs: Any, behaviour: Any, divergence: Any, mask: Any, rows
     wanted["sequence_ess"] = stats.sequence_moments(log_ratio, mask)
     if divergence is not None:
         wanted["kl"] = stats.token_mean(divergence, mask)
-    by_prompt = jax.vmap(stats.RatioMoments.of)(log_ratio[rows], mask[rows] & there[..., None])
-    return metrics.values(wanted) | {"ess_error": stats.ess_standard_error(by_prompt)}
+    return metrics.values(wanted)

@@ -13,6 +13,9 @@ from p3o_jax.probe.findings import Cell, Mismatch, Report
 
 # Where the words for an ESS change; docs/probe.md says why there.
 NONE, SLIGHT, MARKED, HEAVY = 0.9999, 0.99, 0.9, 0.5
+# Leaving that prompt out moves the ESS by up to a ninth, a whole level from "slight" to "marked"; of ratios without a
+# heavy tail no prompt has as much, so that the warning is not false. There may be a tail without it: not yet sampled.
+_LARGEST_SHARE = 0.1
 _STANDARD_ERRORS = 5.0  # of the mean ratio from 1, before it is called wrong
 _SEQUENCE_ESS = 0.5
 _CLIPPED = 0.05
@@ -23,6 +26,7 @@ _COLUMNS = (
     ("lag", "d"),
     ("ESS", ".5f"),
     ("+-", ".1e"),
+    ("top prompt", ".1%"),
     ("seq. ESS", ".3f"),
     ("KL", ".1e"),
     ("k3", ".1e"),
@@ -59,6 +63,7 @@ def _numbers(found: Mismatch) -> tuple[float | None, ...]:
     return (
         found.ess,
         found.ess_error,
+        found.largest_prompt_share,
         found.sequence_ess,
         found.kl,
         found.k3,
@@ -93,12 +98,18 @@ def meaning(found: Mismatch, floor: float = 1.0) -> str:
                 f"within twice its error of {found.ess_error:.1g} it may be {upper} or {lower}: take more prompts, or "
                 "go by the KL"
             )
+        if found.largest_prompt_share > _LARGEST_SHARE and level != "rounding":
+            notes.append(
+                f"one prompt has {found.largest_prompt_share:.0%} of the squared ratios that the ESS divides by: "
+                "neither it nor its error is to be trusted; go by the KL"
+            )
     if found.outside_fraction >= _CLIPPED:
         notes.append(f"a clip of 0.2 takes {found.outside_fraction:.0%} of the tokens for a policy that has moved")
-    error = math.sqrt(max(found.chi2 + 1.0 - found.ratio_mean**2, 0.0) / max(found.num_tokens, 1))
+    # The variance of the ratios by their ESS, as the difference of their moments would cancel.
+    error = found.ratio_mean * math.sqrt(max(1.0 / ess - 1.0, 0.0) / max(found.num_tokens, 1))
     if abs(found.ratio_mean - 1.0) > _STANDARD_ERRORS * error + 1e-5:
         notes.append(
-            f"mean ratio {found.ratio_mean:.3f}, not 1: the ratios have a tail that was not sampled (the ESS is then "
+            f"mean ratio {found.ratio_mean:.4g}, not 1: the ratios have a tail that was not sampled (the ESS is then "
             "too high), or the log-probs are not those of what was drawn"
         )
     if found.sequence_ess < _SEQUENCE_ESS:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -42,7 +43,10 @@ def test_a_run_on_its_own_task(a_run, tmp_path, capsys):
     assert results["settings"]["temperature"] == 0.7
     assert results["settings"]["step"] == 1
     assert len((tmp_path / "sort_digits.jsonl").read_text().splitlines()) == 11 * 3
-    assert "sort_digits\n  num_prompts            11\n" in capsys.readouterr().out
+    assert results["results"].keys() >= {"pass@1_standard_error", "majority@2_standard_error"}
+    said = capsys.readouterr().out
+    assert "sort_digits\n  num_prompts            11\n" in said
+    assert re.search(r"\n  pass@1  +[0-9.]+ ± [0-9.]+\n", said)
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from p3o_jax.devices.sharding import MeshShape, make_mesh
-from p3o_jax.evaluation.evaluate import evaluate, majority, pass_at_k
-from p3o_jax.evaluation.files import table, write_evaluation
+from p3o_jax.evaluation.evaluate import _over_prompts, evaluate, majority, pass_at_k
+from p3o_jax.evaluation.files import readable, table, write_evaluation
 from p3o_jax.experience.prompts import encoded
 from p3o_jax.experience.scoring import Scorer
 from p3o_jax.rewards import Function, Reward
@@ -136,6 +136,46 @@ def test_every_prompt_counts_once_and_the_last_batch_is_not_padded_into_the_resu
     assert counts == Counter((p.text, s) for p in PROMPTS for s in (0, 1, 2, 3, "greedy"))
 
 
+def test_means_have_errors_over_prompts():
+    """Of 2, 1 and 0 correct of four: 0.5, 0.25 and 0 deviate by 0.25 from their mean, over sqrt(3)."""
+    metrics = run(SCRIPT)[0].metrics
+    assert metrics["pass@1_standard_error"] == pytest.approx(0.25 / 3**0.5)
+    assert metrics["reward_standard_error"] == pytest.approx(0.25 / 3**0.5)
+    # 1, 1 and 0: mean 2 / 3, squared deviations 1 / 9, 1 / 9 and 4 / 9, over 2 and over 3
+    assert metrics["pass@4_standard_error"] == pytest.approx((2 / 3 / 2 / 3) ** 0.5)
+    assert metrics["greedy_standard_error"] == pytest.approx((2 / 3 / 2 / 3) ** 0.5)
+    assert metrics["majority@4_standard_error"] == pytest.approx(np.std([1 / 2, 1 / 3, 0], ddof=1) / 3**0.5)
+    # What reads a run by the ending of a name finds one accuracy.
+    assert [tag for tag in metrics if f"eval/t/{tag}".endswith("/pass@1")] == ["pass@1"]
+
+
+def test_one_prompt_has_no_error(monkeypatch):
+    monkeypatch.setattr("tests.evaluation.test_evaluate.PROMPTS", PROMPTS[:1])
+    metrics = run(SCRIPT)[0].metrics
+    assert metrics["pass@1"] == 0.5
+    assert not [tag for tag in metrics if tag.endswith("_standard_error")]
+
+
+def test_an_error_is_of_the_size_of_what_prompts_do():
+    """Over 400 evaluations of 40 prompts of unequal difficulty, pass@2 of 4 varies by about its error."""
+    rng = np.random.default_rng(0)
+    found = []
+    for _ in range(400):
+        correct = rng.random((40, 4)) < rng.random((40, 1))
+        found.append(_over_prompts("x", [pass_at_k(4, int(c), 2) for c in correct.sum(axis=1)]))
+    spread = np.std([one["x"] for one in found])
+    assert np.mean([one["x_standard_error"] for one in found]) == pytest.approx(spread, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("value", "error", "text"),
+    [(0.43, 0.0313, "0.430 ± 0.031"), (12.34, 1.5, "12.3 ± 1.5"), (812.3, 25, "812 ± 25"), (1.0, 0.0, "1 ± 0")],
+)
+def test_an_error_is_beside_its_value(value, error, text):
+    metrics = {"num_prompts": 256, "pass@1": value, "pass@1_standard_error": error}
+    assert list(readable(metrics)) == [("num_prompts", "256"), ("pass@1", text)]
+
+
 def test_it_does_not_depend_on_the_size_of_batches():
     small, large = run(SCRIPT)[0], run(SCRIPT, prompts_per_batch=8)[0]
     assert small.metrics == large.metrics
@@ -167,6 +207,7 @@ def test_what_is_written(tmp_path):
     assert written == {"task": "sums", "results": found.metrics, "settings": {"temperature": 0.6}}
     lines = (tmp_path / "a" / "b" / "sums.jsonl").read_text().splitlines()
     assert [json.loads(line) for line in lines] == found.completions
+    assert "- pass@1: 0.25 ± 0.14\n" in (tmp_path / "a" / "b" / "sums.md").read_text()
     assert "| right | 21= | 12 | 12 | 12 | 1 |" in (tmp_path / "a" / "b" / "sums.md").read_text()
 
 

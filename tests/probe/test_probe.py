@@ -19,7 +19,7 @@ from p3o_jax.devices.precision import Precision, parse
 from p3o_jax.devices.sharding import make_mesh, to_local
 from p3o_jax.models.transformer import Transformer, TransformerConfig, abstract_model
 from p3o_jax.parts import build
-from p3o_jax.probe import Cell, Mismatch, Prober, Report, Settings, findings, prober
+from p3o_jax.probe import Cell, Mismatch, Prober, Report, Settings, prober
 from p3o_jax.probe import report as probe_report
 from p3o_jax.sampler import Requests, Sampler, Sampling, SamplingLimits
 from p3o_jax.tokenizers.text import CharTokenizer
@@ -92,10 +92,12 @@ def test_numbers_are_those_of_the_tokens_drawn(probed, reference, temperature, s
     sequences = np.exp([log_ratio[[r == row for r in of_row]].sum() for row in dict.fromkeys(of_row)])
     found = cell(probed.report, "float32", temperature, staleness)
     prompt = np.array([place[0] for place in places])
+    by_prompt = [(ratio[prompt == index] ** 2).sum() for index, _ in PROMPTS]
     without = [ratio[prompt != index].mean() ** 2 / (ratio[prompt != index] ** 2).mean() for index, _ in PROMPTS]
     expected = {
         "ess": ratio.mean() ** 2 / (ratio**2).mean(),
         "ess_error": np.sqrt(2 / 3 * ((np.array(without) - np.mean(without)) ** 2).sum()),
+        "largest_prompt_share": max(by_prompt) / sum(by_prompt),
         "sequence_ess": sequences.mean() ** 2 / (sequences**2).mean(),
         "kl": np.mean(divergence),
         "k3": (log_ratio + 1 / ratio - 1).mean(),
@@ -201,6 +203,8 @@ def test_a_report_as_text_json_and_picture(probed, tmp_path):
     assert len({len(line) for line in lines}) == 1
     data = json.loads(probe_report.to_json(probed.report, {"model": "m"}))
     assert data["cells"][0]["mismatch"]["ess"] == probed.report.cells[0].mismatch.ess
+    assert data["cells"][0]["mismatch"]["largest_prompt_share"] >= 1 / 3
+    assert "top prompt" in lines[0]
     assert "rounding" in data["cells"][0]["meaning"]
     assert any("Noise floor" in line for line in probe_report.explanation(probed.report))
     worst = cell(probed.report, "float32", 0.5)
@@ -212,7 +216,7 @@ def test_a_report_as_text_json_and_picture(probed, tmp_path):
 
 
 FINE = Mismatch(
-    ess=0.99999, ess_error=1e-6, sequence_ess=0.9999, kl=1e-6, k3=1e-6, chi2=1e-5, log_ratio_abs_mean=1e-4,
+    ess=0.99999, ess_error=1e-6, largest_prompt_share=0.02, sequence_ess=0.9999, kl=1e-6, k3=1e-6, chi2=1e-5, log_ratio_abs_mean=1e-4,
     log_ratio_abs_max=1e-3, outside_fraction=0.0, ratio_mean=1.0, nonfinite=0, num_tokens=10_000, num_rows=100,
 )  # fmt: skip
 
@@ -230,7 +234,13 @@ FINE = Mismatch(
         ({"ess": 0.95, "chi2": 0.05, "ess_error": 0.01}, "marked", "may be"),
         ({"ess_error": float("nan")}, "of one prompt there is no error", "may be"),
         # 0.02 off with a standard error of sqrt(0.05 / 10000) = 0.002
-        ({"ess": 0.95, "chi2": 1.02**2 * 1.05 - 1, "ratio_mean": 1.02}, "mean ratio 1.020, not 1", "clip"),
+        ({"ess": 0.95, "chi2": 1.02**2 * 1.05 - 1, "ratio_mean": 1.02}, "mean ratio 1.02, not 1", "clip"),
+        ({"ess": 0.7, "chi2": 0.4, "largest_prompt_share": 0.43}, "one prompt has 43% of the squared ratios", "may be"),
+        ({"ess": 0.7, "chi2": 0.4, "largest_prompt_share": 0.09}, "heavy", "one prompt"),
+        ({"largest_prompt_share": 0.4}, "rounding", "one prompt"),  # two prompts without a difference: no tail
+        ({"ess_error": float("nan"), "largest_prompt_share": 1.0, "ess": 0.7}, "of one prompt there is no", "squared"),
+        # A ratio of e^15 of ten thousand: the mean is one standard error from 1, and says nothing.
+        ({"ess": 1e-4, "chi2": np.exp(30) / 1e4, "ratio_mean": np.exp(15) / 1e4}, "too far", "mean ratio"),
         ({"nonfinite": 2, "ess": float("nan")}, "2 log-ratios are not finite", "rounding"),
     ],
 )
@@ -332,8 +342,3 @@ def test_mistakes_are_one_line_before_anything_compiles(arguments, message):
     with pytest.raises((ValueError, OSError), match=message) as error:
         command.run(arguments)
     assert "\n" not in str(error.value)
-
-
-def test_the_rows_of_a_prompt_are_found_whatever_their_order():
-    rows, there = findings._by_prompt(np.array([7, 3, 7, 5, 3, 7]))
-    assert [row[place].tolist() for row, place in zip(rows, there, strict=True)] == [[1, 4], [3], [0, 2, 5]]

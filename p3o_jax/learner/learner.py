@@ -5,7 +5,7 @@
    snapshot, for an objective that wants one of the epoch's start and gets a batch without
 2. gradients of local sums over one global denominator, accumulated over micro-batches in
    float32, reduced over `data` once
-3. clip, AdamW, and a guard: nothing changes, anywhere, if loss or gradient is not finite
+3. clip, AdamW, and a guard: nothing changes, anywhere, if loss or gradient is not finite or no token counts
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Metrics = dict[str, Any]
 
 
 class TrainState(NamedTuple):
-    """What an update changes; a skipped update changes the last two fields only."""
+    """What an update changes; one that is not finite changes the last two fields only, an empty one the last."""
 
     params: nnx.State  # float32
     opt_state: optax.OptState
@@ -156,6 +156,8 @@ class Learner:
         gradients, loss, statistics, metrics, sequences, log_probs = self._sharded_gradients(state.params, batch)
         gradient_norm = optax.tree.norm(gradients)
         finite = jnp.isfinite(loss) & jnp.isfinite(gradient_norm)
+        empty = sequences.total == 0  # where all rows were dropped, momentum alone would move the parameters
+        applied = finite & ~empty
 
         trained, kept = lora.split(state.params)
         with jax.named_scope("optimizer"):
@@ -165,9 +167,9 @@ class Learner:
 
         skipped = (~finite).astype(jnp.int32)
         new_state = TrainState(
-            params=lora.join(select(finite, params, trained), kept),
-            opt_state=select(finite, opt_state, state.opt_state),
-            num_updates=state.num_updates + 1 - skipped,
+            params=lora.join(select(applied, params, trained), kept),
+            opt_state=select(applied, opt_state, state.opt_state),
+            num_updates=state.num_updates + applied.astype(jnp.int32),
             num_skipped=state.num_skipped + skipped,
             num_skipped_in_a_row=(state.num_skipped_in_a_row + 1) * skipped,
         )
@@ -178,6 +180,7 @@ class Learner:
             "optim/grad_norm_max": metrics_lib.Max(gradient_norm),
             "optim/learning_rate": metrics_lib.Mean(learning_rate, one),
             "optim/skipped_updates": metrics_lib.Sum(as_float),
+            "optim/empty_updates": metrics_lib.Sum(empty.astype(jnp.float32)),
             "rollout/dropped/nonfinite_update": metrics_lib.Sum(as_float * sequences.total),
         }
         return new_state, Update(metrics, log_probs)

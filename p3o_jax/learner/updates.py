@@ -87,6 +87,10 @@ class Updates:
         metrics = _merge(of_updates, first_is_gap=plan.staleness == 0)
         metrics, in_a_row = jax.device_get((metrics, state.num_skipped_in_a_row))
         metrics["optim/skipped_updates_in_a_row"] = in_a_row
+        if metrics["optim/empty_updates"] and jax.process_index() == 0:
+            _logger.warning(
+                "%d of %d updates had no row to learn from and were left out", metrics["optim/empty_updates"], len(of_updates)
+            )
         if metrics["optim/skipped_updates"]:
             self._say_what_was_skipped(state, batch, group, metrics, int(in_a_row), dump_to)
         return Updated(state, logged(metrics), int(in_a_row), log_probs)

@@ -188,6 +188,18 @@ def test_a_bad_row_changes_nothing_anywhere(poison, shape):
     assert int(state.num_skipped_in_a_row) == 0
 
 
+def test_a_batch_of_which_nothing_is_left_changes_nothing():
+    """AdamW's momentum would move parameters without a gradient, and the schedule would count an update."""
+    learner = make_learner()
+    state, _ = learner.update(learner.init(jax.random.key(0)), to_global(make_batch(), learner.mesh))
+    before = jax.device_get(state)
+    batch = make_batch(seed=1)
+    state, update = learner.update(state, to_global(batch._replace(mask=np.zeros_like(batch.mask)), learner.mesh))
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(state), before)
+    metrics = metrics_lib.values(update.metrics)
+    assert (metrics["optim/empty_updates"], metrics["optim/skipped_updates"]) == (1, 0)
+
+
 def test_supervised_learning_is_reinforce_with_advantage_one():
     batch = make_batch()
     batch = batch._replace(advantages=np.ones_like(batch.advantages))

@@ -3,7 +3,7 @@
     make quickstart                                                 # both variants, then a table
     python -m experiments.quickstart [p3o | grpo] [--flags]
 
-A transformer of 76k parameters first learns to sort ten digits from demonstrations of which 15 % of the digits are
+A transformer of 83,776 parameters first learns to sort ten digits from demonstrations of which 15 % of the digits are
 wrong: it then knows the task (greedy 0.94 or more) but is unsure of it (pass@1 0.24), a policy with something to gain.
 Then 60 rollout steps of 32 prompts x 8 samples, 4 updates each. Rollouts are sampled at temperature 1.2 for a policy
 at 1.0, so that every batch is off-policy from its first update (ESS 0.96).

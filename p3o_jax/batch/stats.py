@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from p3o_jax.batch.metrics import Max, Mean, Sum
@@ -260,15 +261,19 @@ def sequence_sum(
     return jnp.where(mask, jnp.take_along_axis(totals, ids, axis=1), jnp.zeros_like(x))
 
 
-def sequence_lengths(mask: Bool[Array, "B T"], segment_ids: Int[Array, "B T"] | None = None) -> Float[Array, "B T"]:
-    """At each token, the number of counted tokens of its sequence (float32); 0 at masked tokens."""
-    return sequence_sum(mask.astype(jnp.float32), mask, segment_ids)
+def sequence_lengths(
+    mask: Bool[Array, "B T"], segment_ids: Int[Array, "B T"] | None = None, dtype: DTypeLike = jnp.float32
+) -> Float[Array, "B T"]:
+    """At each token, the number of counted tokens of its sequence; 0 at masked tokens."""
+    return sequence_sum(mask.astype(dtype), mask, segment_ids)
 
 
-def num_sequences(mask: Bool[Array, "B T"], segment_ids: Int[Array, "B T"] | None = None) -> Float[Array, ""]:
-    """The number of sequences with at least one counted token (float32)."""
+def num_sequences(
+    mask: Bool[Array, "B T"], segment_ids: Int[Array, "B T"] | None = None, dtype: DTypeLike = jnp.float32
+) -> Float[Array, ""]:
+    """The number of sequences with at least one counted token."""
     totals = _sequence_totals(mask.astype(jnp.float32), mask, segment_ids)
-    return jnp.sum(totals > 0, dtype=jnp.float32)
+    return jnp.sum(totals > 0, dtype=dtype)
 
 
 def sequence_moments(

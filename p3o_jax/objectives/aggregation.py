@@ -2,7 +2,8 @@
 
 The denominator is summed over all micro-batches and devices before it divides, so a
 loss does not depend on how its batch is split. Weights and counts depend on masks
-only; an empty sequence or a fully masked row counts for nothing.
+only; an empty sequence or a fully masked row counts for nothing. Both are in the dtype
+of the losses that they are given with: 1 / length in float32 is not that of float64.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from p3o_jax.batch import stats
@@ -20,23 +22,23 @@ from p3o_jax.batch.types import Batch
 class TokenMean:
     """The mean over all tokens of the batch: every token weighs the same (DAPO, P3O)."""
 
-    def weights(self, batch: Batch) -> Float[Array, "B T"]:
-        return batch.mask.astype(jnp.float32)
+    def weights(self, batch: Batch, dtype: DTypeLike = jnp.float32) -> Float[Array, "B T"]:
+        return batch.mask.astype(dtype)
 
-    def count(self, batch: Batch) -> Float[Array, ""]:
-        return jnp.sum(batch.mask, dtype=jnp.float32)
+    def count(self, batch: Batch, dtype: DTypeLike = jnp.float32) -> Float[Array, ""]:
+        return jnp.sum(batch.mask, dtype=dtype)
 
 
 @dataclass(frozen=True)
 class SequenceMean:
     """The mean over sequences of their token means: every sequence weighs the same (GRPO, GSPO)."""
 
-    def weights(self, batch: Batch) -> Float[Array, "B T"]:
-        lengths = stats.sequence_lengths(batch.mask, batch.segment_ids)
+    def weights(self, batch: Batch, dtype: DTypeLike = jnp.float32) -> Float[Array, "B T"]:
+        lengths = stats.sequence_lengths(batch.mask, batch.segment_ids, dtype)
         return jnp.where(batch.mask, 1.0 / jnp.maximum(lengths, 1.0), 0.0)
 
-    def count(self, batch: Batch) -> Float[Array, ""]:
-        return stats.num_sequences(batch.mask, batch.segment_ids)
+    def count(self, batch: Batch, dtype: DTypeLike = jnp.float32) -> Float[Array, ""]:
+        return stats.num_sequences(batch.mask, batch.segment_ids, dtype)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,11 +52,11 @@ class ConstantNormaliser:
         if self.tokens < 1:
             raise ValueError(f"ConstantNormaliser.tokens={self.tokens}: give a number of tokens of at least 1")
 
-    def weights(self, batch: Batch) -> Float[Array, "B T"]:
-        return batch.mask.astype(jnp.float32)
+    def weights(self, batch: Batch, dtype: DTypeLike = jnp.float32) -> Float[Array, "B T"]:
+        return batch.mask.astype(dtype)
 
-    def count(self, batch: Batch) -> Float[Array, ""]:
-        return self.tokens * stats.num_sequences(batch.mask, batch.segment_ids)
+    def count(self, batch: Batch, dtype: DTypeLike = jnp.float32) -> Float[Array, ""]:
+        return self.tokens * stats.num_sequences(batch.mask, batch.segment_ids, dtype)
 
 
 Aggregation = TokenMean | SequenceMean | ConstantNormaliser

@@ -144,8 +144,8 @@ class Objective(ABC):
     def term(self, per_token: Float[Array, "B T"], batch: Batch) -> LossTerm:
         """A term of the loss as a metric, aggregated as the loss is."""
         per_token = jnp.where(batch.mask, per_token, jnp.zeros_like(per_token))
-        weights = self.aggregation.weights(batch).astype(per_token.dtype)
-        return LossTerm(jnp.sum(weights * per_token), self.aggregation.count(batch).astype(per_token.dtype))
+        weights = self.aggregation.weights(batch, per_token.dtype)
+        return LossTerm(jnp.sum(weights * per_token), self.aggregation.count(batch, per_token.dtype))
 
     def check_needs(self, policy: Policy, batch: Batch) -> None:
         """Raises ValueError, naming the field, if the batch or the policy lacks something this objective needs."""

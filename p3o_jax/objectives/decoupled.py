@@ -2,6 +2,9 @@
 
 q_t = pi(y_t) / p(y_t)                  what is clipped
 w_t = min(p(y_t) / mu(y_t), cap)        the behaviour weight, a constant
+
+Above the cap the weight is the cap, as in the P3O authors' code (FeynRL). In AReaL's public code
+it is 0 there: such a token adds nothing, and stays in the denominator.
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ class _Decoupled(Objective):
     """The proximal ratio is clipped above 1 + clip_high."""
 
     behaviour_weight_cap: float | None = None
-    """The largest behaviour weight p / mu. None: it is not capped."""
+    """The largest behaviour weight p / mu, which takes the place of larger ones (AReaL's code makes those 0). None: it is not capped."""
 
     def __post_init__(self):
         super().__post_init__()
@@ -65,7 +68,7 @@ class DecoupledPpo(_Decoupled):
     """L = E[ -w min(q A, clip(q, 1 - clip_low, 1 + clip_high) A) ]     (Hilton et al., arXiv:2110.00641)
 
     With group-relative advantages it is decoupled GRPO, as asynchronous systems use it
-    (AReaL, arXiv:2505.24298), there with a cap on w.
+    (AReaL, arXiv:2505.24298).
     """
 
     def policy_loss(self, policy: Policy, batch: Batch, statistics: Any) -> tuple[Float[Array, "B T"], Metrics]:

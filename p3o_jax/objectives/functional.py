@@ -93,8 +93,8 @@ def objective_loss(
         statistics = metric_types.all_reduce(statistics, axis_name)
     per_token, metrics = objective.loss(policy, batch, statistics)
 
-    total = jnp.sum(objective.aggregation.weights(batch).astype(per_token.dtype) * per_token)
-    count = objective.aggregation.count(batch).astype(per_token.dtype)
+    total = jnp.sum(objective.aggregation.weights(batch, per_token.dtype) * per_token)
+    count = objective.aggregation.count(batch, per_token.dtype)
     if axis_name is not None:
         total, count = jax.lax.psum((total, count), axis_name)
         metrics = metric_types.all_reduce(metrics, axis_name)

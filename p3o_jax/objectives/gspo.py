@@ -46,7 +46,7 @@ class Gspo(RatioObjective):
 
     def sequence_log_ratio(self, log_ratio: Float[Array, "B T"], batch: Batch) -> Float[Array, "B T"]:
         """log s_i at every token of sequence i."""
-        lengths = stats.sequence_lengths(batch.mask, batch.segment_ids).astype(log_ratio.dtype)
+        lengths = stats.sequence_lengths(batch.mask, batch.segment_ids, log_ratio.dtype)
         return stats.sequence_sum(log_ratio, batch.mask, batch.segment_ids) / jnp.maximum(lengths, 1.0)
 
 

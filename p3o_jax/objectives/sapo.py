@@ -20,6 +20,9 @@ class Sapo(RatioObjective):
     """L = E[ -f(r) A ],  f(r) = 4 / tau sigmoid(tau (r - 1))     (arXiv:2511.20347)
 
     f'(1) = 1: on-policy its gradient is REINFORCE's, and it fades as r leaves 1 on either side.
+    The paper's mean is over sequences of their token means, `aggregation=SequenceMean()`; the
+    default here is over tokens, as of the other objectives with a ratio a token, so that a
+    comparison with them is one of the gate.
     """
 
     temperature_positive: float = 1.0

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, fields
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -257,3 +258,30 @@ def test_sequence_mean_by_hand():
     assert objective_loss(Reinforce(aggregation=SequenceMean()), **arguments)[0] == 3
     assert objective_loss(Reinforce(), **arguments)[0] == 4
     assert objective_loss(Reinforce(aggregation=ConstantNormaliser(tokens=4)), **arguments)[0] == 2  # 16 / (2 * 4)
+
+
+@pytest.mark.parametrize("objective", [Reinforce(aggregation=SequenceMean()), Gspo(clip_low=9.0, clip_high=9.0)])
+def test_sequences_weigh_the_same_in_float64_too(objective):
+    """Lengths of 3 and 7, whose inverses in float32 are 3e-8 off: loss and gradient have the digits of float64."""
+    rng = np.random.default_rng(0)
+    log_probs, behaviour, advantages = rng.normal(size=(3, 2, 7))
+    mask = np.arange(7) < np.array([[3], [7]])
+    lengths = mask.sum(axis=1, keepdims=True)
+    if isinstance(objective, Gspo):
+        sequence = (np.where(mask, log_probs - behaviour, 0).sum(axis=1, keepdims=True) / lengths) + 0 * log_probs
+        per_token = -np.exp(sequence) * advantages
+        of_sequence = np.where(mask, per_token / lengths, 0).sum(axis=1, keepdims=True)
+        expected_gradient = np.where(mask, of_sequence / lengths / 2, 0)
+    else:
+        per_token = -advantages * log_probs
+        expected_gradient = np.where(mask, -advantages / lengths / 2, 0)
+    with jax.enable_x64(True):
+        (loss, metrics), gradient = jax.value_and_grad(
+            lambda x: objective_loss(objective, x, behaviour_log_probs=behaviour, advantages=advantages, mask=mask),
+            has_aux=True,
+        )(jnp.asarray(log_probs))
+    assert loss.dtype == metrics["loss/total"].dtype == gradient.dtype == jnp.float64
+    expected = np.where(mask, per_token / lengths, 0).sum() / 2
+    assert loss == pytest.approx(expected, rel=1e-13)
+    assert metrics["loss/total"] == pytest.approx(expected, rel=1e-13)
+    np.testing.assert_allclose(gradient, expected_gradient, rtol=1e-12, atol=1e-15)

@@ -27,6 +27,7 @@ def run(arguments: Sequence[str]) -> None:
     from p3o_jax.devices import sharding
     from p3o_jax.models.stored.export import export_model
     from p3o_jax.policies import load_policy
+    from p3o_jax.tokenizers.hf import HfTokenizer
 
     options = tyro.cli(Export, prog="p3o export", description=__doc__, args=arguments)
     if options.directory.exists():
@@ -34,4 +35,5 @@ def run(arguments: Sequence[str]) -> None:
     policy = load_policy(options.policy, sharding.make_mesh())
     export_model(options.directory, policy.params, policy.model, policy.tokenizer, dtype=options.dtype)
     at = f" at step {policy.step}" if policy.config is not None else ""
-    print(f"{policy.name}{at}: {options.directory}")
+    made = f"; {policy.tokenizer.prompt_format}" if isinstance(policy.tokenizer, HfTokenizer) else ""
+    print(f"{policy.name}{at}: {options.directory}{made}")

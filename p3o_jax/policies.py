@@ -19,15 +19,18 @@ from p3o_jax.config import Config, load, load_architecture, load_task
 from p3o_jax.devices import sharding
 from p3o_jax.models.architecture import TransformerConfig
 from p3o_jax.models.lora import merged
+from p3o_jax.models.stored.contents import StoredModel
 from p3o_jax.models.stored.families import adapted, read_config
 from p3o_jax.models.stored.load import load_params
-from p3o_jax.models.stored.pretrained import Pretrained
+from p3o_jax.models.stored.pretrained import Pretrained, open_model
 from p3o_jax.models.transformer import Transformer, abstract_model, weight_specs
 from p3o_jax.runs import integrity
 from p3o_jax.runs.checkpoint import best_step, newest_step
 from p3o_jax.runs.directory import RunDirectory
 from p3o_jax.tasks.base import Task
 from p3o_jax.tokenizers import small
+from p3o_jax.tokenizers.hf import default_template
+from p3o_jax.tokenizers.prompt_format import PromptFormat
 from p3o_jax.tokenizers.text import Tokenizer
 
 
@@ -89,7 +92,9 @@ def load_policy(
         name: the directory of a run, with @STEP or @best for another checkpoint than its newest; or a directory with
             config.json and safetensors, a .gguf file, or smollm2-135m.
         mesh: where its parameters go.
-        chat: of a published model, whether prompts go into its chat template if it has one. A run's own setting holds.
+        chat: of a published model, whether prompts go into its chat template if it has one. A run's own setting holds,
+            and that of the run that a directory was exported from: without a template if it was trained so, else with
+            its system prompt and options.
         system_prompt: of a published model, what the system says first in a chat.
         context_tokens: of a published model, the longest sequence; None: as long as the model was made for.
         dtype: of the parameters.
@@ -103,15 +108,24 @@ def load_policy(
     checkpoint = find_checkpoint(name)
     if checkpoint is not None:
         return _of_run(name, checkpoint, mesh, dtype, tuple(trusted))
-    pretrained = Pretrained(name, chat, system_prompt)
-    stored = pretrained.open()
-    if chat and not stored.tokenizer().config.get("chat_template"):
-        pretrained = Pretrained(name, chat=False)
+    stored = open_model(name)
+    pretrained = _as_trained(name, stored, chat, system_prompt)
     architecture = read_config(stored.config, stored.path)
     wishes = TransformerConfig(context_tokens=context_tokens or architecture.context_tokens)
     model = adapted(architecture, wishes)
     params = load_params(stored, model, mesh, dtype=dtype)
     return Policy(name, model, params, pretrained.tokenizer(stored))
+
+
+def _as_trained(name: str, stored: StoredModel, chat: bool, system_prompt: str | None) -> Pretrained:
+    """With prompts as the model's directory says they were made, if it does, except for what is asked for."""
+    source = stored.tokenizer()
+    made = source.prompt_format or PromptFormat(chat=True)
+    if not (chat and made.chat and default_template(source.config)):
+        return Pretrained(name, chat=False)
+    return Pretrained(
+        name, True, made.system_prompt if system_prompt is None else system_prompt, dict(made.template_options)
+    )
 
 
 def find_checkpoint(name: str) -> Path | None:

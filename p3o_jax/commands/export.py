@@ -32,6 +32,7 @@ def run(arguments: Sequence[str]) -> None:
     from p3o_jax.devices import sharding
     from p3o_jax.models.stored.export import export_model
     from p3o_jax.policies import load_policy
+    from p3o_jax.tokenizers.hf import HfTokenizer
 
     options = tyro.cli(Export, prog="p3o export", description=__doc__, args=arguments)
     if options.directory.exists():
@@ -39,4 +40,5 @@ def run(arguments: Sequence[str]) -> None:
     policy = load_policy(options.policy, sharding.make_mesh(), trusted=trusting(options.trust))
     export_model(options.directory, policy.params, policy.model, policy.tokenizer, dtype=options.dtype)
     at = f" at step {policy.step}" if policy.step else ""
-    say(f"{policy.name}{at}: {options.directory}")
+    made = f"; {policy.tokenizer.prompt_format}" if isinstance(policy.tokenizer, HfTokenizer) else ""
+    say(f"{policy.name}{at}: {options.directory}{made}")

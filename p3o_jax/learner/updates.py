@@ -89,7 +89,9 @@ class Updates:
         metrics["optim/skipped_updates_in_a_row"] = in_a_row
         if metrics["optim/empty_updates"] and jax.process_index() == 0:
             _logger.warning(
-                "%d of %d updates had no row to learn from and were left out", metrics["optim/empty_updates"], len(of_updates)
+                "%d of %d updates had no row to learn from and were left out",
+                metrics["optim/empty_updates"],
+                len(of_updates),
             )
         if metrics["optim/skipped_updates"]:
             self._say_what_was_skipped(state, batch, group, metrics, int(in_a_row), dump_to)

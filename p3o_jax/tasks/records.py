@@ -7,7 +7,7 @@ as Arrow columns, which are about as large as its texts; of a file too large for
 from __future__ import annotations
 
 import glob
-import json
+import math
 import mmap
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -16,6 +16,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
+
+from p3o_jax.inputs.errors import refused, shown, some
+from p3o_jax.inputs.json_files import parse_json
 
 _SCAN_BYTES = 2**24
 _SCAN_ROWS = 2**14
@@ -80,7 +83,7 @@ def column(record: dict[str, Any], path: str, where: str) -> Any:
             value = value[int(key)]
         else:
             within = ".".join(path.split(".")[:depth])
-            there = ", ".join(value) if isinstance(value, dict) else f"a {type(value).__name__}"
+            there = some(list(value), 12) if isinstance(value, dict) else f"a {type(value).__name__}"
             raise ValueError(f"{where}: no column {path!r}; {f'{within} has' if within else 'there are'} {there}")
     return value
 
@@ -91,12 +94,17 @@ def text_of(value: Any, path: str, where: str) -> str:
     Raises:
         ValueError: it is neither text nor a number, or empty.
     """
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"{where}: column {path!r} holds {value}: leave out rows without a value")
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if not isinstance(value, str | int | float) or isinstance(value, bool):
         kind = "nothing" if value is None else f"a {type(value).__name__}"
         raise ValueError(f"{where}: column {path!r} holds {kind}, not text or a number: choose another column")
-    text = str(value)
+    try:
+        text = str(value)
+    except ValueError as error:  # more digits than Python writes
+        raise ValueError(f"{where}: column {path!r} holds {shown(value)} of too many digits") from error
     if not text.strip():
         raise ValueError(f"{where}: column {path!r} is empty")
     try:
@@ -152,9 +160,9 @@ class _JsonArray(_ReadByRow):
     def __init__(self, path: Path):
         self._path = path
         try:
-            self._rows = json.loads(path.read_bytes())
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{path} is not valid JSON: {error} (one object a line is .jsonl)") from error
+            self._rows = parse_json(path.read_bytes())
+        except ValueError as error:
+            raise ValueError(f"{path} is {error} (one object a line is .jsonl)") from error
         if not isinstance(self._rows, list):
             raise ValueError(f"{path} is not an array of rows")
 
@@ -202,10 +210,9 @@ class _Parquet:
             import pyarrow.parquet
         except ImportError as error:
             raise ImportError(f"{path}: Parquet files need: pip install 'p3o_jax[tasks]'") from error
-        try:
+        with refused(f"{path} is not a readable Parquet file"):
             self._table = pyarrow.parquet.read_table(path, memory_map=True).combine_chunks()
-        except (pyarrow.ArrowException, OSError) as error:
-            raise ValueError(f"{path} is not a readable Parquet file: {error}") from error
+            self._table.validate(full=True)  # texts that are not UTF-8, places beyond the end
 
     def __len__(self) -> int:
         return self._table.num_rows
@@ -215,7 +222,8 @@ class _Parquet:
         return dict(zip(self._table.column_names, self._table.columns, strict=True))
 
     def __getitem__(self, row: int) -> dict[str, Any]:
-        return {name: values[row].as_py() for name, values in self._columns.items()}
+        with refused(self.where(row)):  # values that Python has not, such as a day of the year 100,000
+            return {name: values[row].as_py() for name, values in self._columns.items()}
 
     def where(self, row: int) -> str:
         return f"{self._path}, row {row + 1}"
@@ -229,14 +237,16 @@ class _Parquet:
         # Where one is missing all are given: whoever reads a row then says what there is.
         table = self._table.select(sorted(wanted)) if wanted <= self._columns.keys() else self._table
         for batch in table.to_batches(max_chunksize=_SCAN_ROWS):
-            yield from batch.to_pylist()
+            with refused(f"{self._path} has a value that does not read"):
+                rows = batch.to_pylist()
+            yield from rows
 
 
 def _object(text: bytes, where: str) -> dict[str, Any]:
     try:
-        value = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{where}: not valid JSON: {error}") from error
+        value = parse_json(text)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
     if not isinstance(value, dict):
         raise ValueError(f"{where}: not a JSON object")
     return value

@@ -1,15 +1,20 @@
-"""Chat templates, as published with models and rendered as transformers renders them: jinja2, in a sandbox."""
+"""Chat templates, as published with models and rendered as transformers renders them: jinja2, in a sandbox.
+
+A template is rendered in a process of its own, within limits of memory, computing time and text (`template_worker`):
+one that takes more is refused by name.
+"""
 
 from __future__ import annotations
 
-import datetime
-import json
 from collections.abc import Mapping, Sequence
-from functools import cached_property
 from types import MappingProxyType
-from typing import Any
+
+from p3o_jax.tokenizers import template_process
 
 Message = Mapping[str, str]
+_OURS = ("messages", "tools", "documents", "add_generation_prompt")
+MAX_CHARACTERS = 2**20
+"""Of a template. The longest published ones have 30,000."""
 
 
 class ChatTemplate:
@@ -20,35 +25,14 @@ class ChatTemplate:
         Args:
             source: jinja2.
             special_tokens: texts by their names in templates, such as bos_token.
+
+        Raises:
+            ValueError: it is longer than any template.
         """
+        if len(source) > MAX_CHARACTERS:
+            raise ValueError(f"the chat template has {len(source)} characters, more than the {MAX_CHARACTERS} of any")
         self.source = source
         self._special_tokens = dict(special_tokens)
-
-    @cached_property
-    def _compiled(self) -> Any:
-        try:
-            from jinja2 import TemplateError, TemplateSyntaxError
-            from jinja2.ext import loopcontrols
-            from jinja2.sandbox import ImmutableSandboxedEnvironment
-        except ImportError as error:
-            raise ImportError(f"{error}: chat templates need: pip install 'p3o_jax[models]'") from error
-
-        def raise_exception(message: str) -> None:
-            raise TemplateError(message)
-
-        def tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:  # jinja2's own escapes HTML
-            return json.dumps(value, ensure_ascii=ensure_ascii, **options)
-
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _generation_tag()]
-        )
-        environment.filters["tojson"] = tojson
-        environment.globals["raise_exception"] = raise_exception
-        environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
-        try:
-            return environment.from_string(self.source)
-        except TemplateSyntaxError as error:
-            raise ValueError(f"the chat template is not jinja2: line {error.lineno}: {error.message}") from error
 
     def render(
         self,
@@ -65,35 +49,23 @@ class ChatTemplate:
             add_generation_prompt: end with what an answer begins after.
 
         Raises:
-            ValueError: the template refuses these messages.
+            ImportError: jinja2 is not installed.
+            ValueError: the template refuses these messages, does not compile, or takes too much.
         """
-        compiled = self._compiled
-        from jinja2 import TemplateError
-
+        reserved = [name for name in options if name in _OURS]
+        if reserved:
+            raise ValueError(f"the template option {reserved[0]} is not free: every template is given it already")
         try:
-            return compiled.render(
-                messages=[dict(message) for message in messages],
-                tools=None,
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
-                **self._special_tokens,
-                **options,
+            return template_process.render(
+                self.source,
+                {
+                    **self._special_tokens,
+                    **options,
+                    "messages": [dict(message) for message in messages],
+                    "tools": None,
+                    "documents": None,
+                    "add_generation_prompt": add_generation_prompt,
+                },
             )
-        except TemplateError as error:
-            raise ValueError(f"the chat template refuses the messages: {error}") from error
-
-
-def _generation_tag() -> type:
-    """`{% generation %}`, with which templates mark what the assistant said: its contents."""
-    from jinja2 import nodes
-    from jinja2.ext import Extension
-
-    class Generation(Extension):
-        tags = {"generation"}  # noqa: RUF012
-
-        def parse(self, parser: Any) -> Any:
-            line = next(parser.stream).lineno
-            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            return nodes.Scope(body).set_lineno(line)
-
-    return Generation
+        except template_process.TemplateError as error:
+            raise ValueError(f"the chat template {error}") from error

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from p3o_jax.inputs.errors import refused, shown
+from p3o_jax.inputs.kinds import Kind, ListOf, Maybe, Real, Whole, checked, flag, text
 from p3o_jax.tokenizers.source import TokenizerSource
 
 # What text is split by before byte-level BPE, by the file's tokenizer.ggml.pre (llama.cpp, llama-vocab.cpp).
@@ -13,53 +15,71 @@ _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _LLAMA3 = _CONTRACTIONS + r"\p{N}{1,3}" + _REST
 _QWEN2 = _CONTRACTIONS + r"\p{N}" + _REST
+_PRE = ("llama-bpe", "llama3", "qwen2", "smollm", "gpt-2")
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4  # tokenizer.ggml.token_type
+_TEXTS, _NUMBERS = ListOf(text, "texts"), ListOf(Whole(-(2**31), 2**31 - 1), "numbers")
+_SCORES = ListOf(Real(-1e30, 1e30), "scores")
+_MAX_TOKEN = 2048
+"""Characters; the halves of a token of sentencepiece's take their square."""
 
 
 def tokenizer_source(data: Mapping[str, Any], path: Path) -> TokenizerSource:
     """What the file's metadata says of its tokenizer.
 
     Raises:
-        ValueError: the file has none, or one of a kind that is not read.
+        ValueError: the file has none, one of a kind that is not read, or a damaged one.
     """
 
-    def get(name: str, default: Any = None) -> Any:
-        return data.get(f"tokenizer.ggml.{name}", default)
+    def get(name: str, kind: Kind, default: Any = None) -> Any:
+        name = f"tokenizer.ggml.{name}"
+        return checked(data[name], kind, f"{path}: metadata", name) if data.get(name) is not None else default
 
-    kind, tokens = get("model"), get("tokens")
-    if kind is None or tokens is None:
+    kind, tokens = get("model", text), get("tokens", _TEXTS)
+    if kind is None or not tokens:
         raise ValueError(f"{path} has no tokenizer in its metadata")
-    types = get("token_type", [_NORMAL] * len(tokens))
-    if kind == "gpt2":
-        tokenizer = _byte_level(tokens, get("merges", ()), get("pre", ""), path)
-    elif kind == "llama":
-        tokenizer = _sentencepiece(tokens, get("scores"), get("add_space_prefix", True), path)
-    else:
-        raise ValueError(f"{path}: tokenizer {kind!r} is not one that is read: gpt2, llama")
-    _add_tokens(tokenizer, tokens, types)
-
-    def text_of(name: str) -> str | None:
-        token = get(name)
-        return None if token is None else tokens[token]
-
-    config = {
-        "bos_token": text_of("bos_token_id"),
-        "eos_token": text_of("eos_token_id"),
-        "add_bos_token": bool(get("add_bos_token", kind == "llama")),
-        "chat_template": data.get("tokenizer.chat_template"),
-    }
-    if config["add_bos_token"] and config["bos_token"] is not None:
-        from tokenizers import processors
-
-        pair = (config["bos_token"], get("bos_token_id"))
-        tokenizer.post_processor = processors.TemplateProcessing(
-            single=[pair[0], "$A"], pair=[pair[0], "$A", "$B:1"], special_tokens=[pair]
+    types = get("token_type", _NUMBERS, [_NORMAL] * len(tokens))
+    scores = get("scores", _SCORES)
+    for name, values in (("token_type", types), ("scores", scores)):
+        if values is not None and len(values) != len(tokens):
+            raise ValueError(
+                f"{path}: metadata tokenizer.ggml.{name} has {len(values)} entries for {len(tokens)} tokens"
+            )
+    if max(map(len, tokens)) > _MAX_TOKEN:
+        raise ValueError(f"{path}: metadata tokenizer.ggml.tokens has one of more than {_MAX_TOKEN} characters")
+    if kind not in ("gpt2", "llama"):
+        raise ValueError(f"{path}: tokenizer {shown(kind)} is not one that is read: gpt2, llama")
+    pre = get("pre", text, "")
+    if kind == "gpt2" and pre not in _PRE:
+        raise ValueError(
+            f"{path}: tokenizer.ggml.pre={shown(pre)} is not one that is read: {', '.join(_PRE)}; a directory "
+            "with the model's tokenizer.json is"
         )
-    ends = [get(name) for name in ("eos_token_id", "eot_token_id", "eom_token_id")]
+    if kind == "llama" and scores is None:
+        raise ValueError(f"{path}: tokenizer.ggml.scores is missing")
+    token_id = Whole(0, len(tokens) - 1)
+    begin, end = get("bos_token_id", token_id), get("eos_token_id", token_id)
+    config = {
+        "bos_token": None if begin is None else tokens[begin],
+        "eos_token": None if end is None else tokens[end],
+        "add_bos_token": get("add_bos_token", flag, kind == "llama"),
+        "chat_template": checked(data.get("tokenizer.chat_template"), Maybe(text), path, "tokenizer.chat_template"),
+    }
+    merges, space_prefix = get("merges", _TEXTS, ()), get("add_space_prefix", flag, True)
+    with refused(f"{path}: the tokenizer in its metadata does not read", ImportError):
+        tokenizer = _byte_level(tokens, merges, pre) if kind == "gpt2" else _sentencepiece(tokens, scores, space_prefix)
+        _add_tokens(tokenizer, tokens, types)
+        if config["add_bos_token"] and begin is not None:
+            from tokenizers import processors
+
+            pair = (tokens[begin], begin)
+            tokenizer.post_processor = processors.TemplateProcessing(
+                single=[pair[0], "$A"], pair=[pair[0], "$A", "$B:1"], special_tokens=[pair]
+            )
+    ends = [end, get("eot_token_id", token_id), get("eom_token_id", token_id)]
     return TokenizerSource(tokenizer.to_str(), config, {"eos_token_id": [token for token in ends if token is not None]})
 
 
-def _byte_level(tokens: Sequence[str], merges: Sequence[str], pre: str, path: Path) -> Any:
+def _byte_level(tokens: Sequence[str], merges: Sequence[str], pre: str) -> Any:
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     pairs = [(left, right) for left, right in (merge.split(" ", 1) for merge in merges)]
@@ -74,23 +94,16 @@ def _byte_level(tokens: Sequence[str], merges: Sequence[str], pre: str, path: Pa
         split = [pre_tokenizers.Split(Regex(_QWEN2), "isolated"), bytes_only]
     elif pre == "smollm":
         split = [pre_tokenizers.Digits(individual_digits=True), gpt2]
-    elif pre == "gpt-2":
-        split = [gpt2]
     else:
-        raise ValueError(
-            f"{path}: tokenizer.ggml.pre={pre!r} is not one that is read: llama-bpe, qwen2, smollm, gpt-2; a directory "
-            "with the model's tokenizer.json is"
-        )
+        split = [gpt2]
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(split)
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
 
 
-def _sentencepiece(tokens: Sequence[str], scores: Sequence[float] | None, space_prefix: bool, path: Path) -> Any:
+def _sentencepiece(tokens: Sequence[str], scores: Sequence[float], space_prefix: bool) -> Any:
     from tokenizers import Tokenizer, decoders, models, normalizers
 
-    if scores is None:
-        raise ValueError(f"{path}: tokenizer.ggml.scores is missing")
     vocabulary = {token: i for i, token in enumerate(tokens)}
     pairs = []
     for token in tokens:

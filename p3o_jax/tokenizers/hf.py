@@ -7,10 +7,16 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from p3o_jax.inputs.errors import refused
+from p3o_jax.inputs.kinds import Maybe, Whole, checked, flag, table, text
 from p3o_jax.tokenizers.chat_template import ChatTemplate, Message
+from p3o_jax.tokenizers.prompt_format import FILE, PromptFormat
 from p3o_jax.tokenizers.source import TokenizerSource
 
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+_CONFIG, _ID = "tokenizer_config.json", Whole(0, 2**31 - 1)
+UNUSED = "pretrained"
+"""What an export calls the chat template of a model that was trained without it."""
 
 
 class HfTokenizer:
@@ -44,22 +50,22 @@ class HfTokenizer:
             from tokenizers import Tokenizer
         except ImportError as error:
             raise ImportError(f"{error}: published tokenizers need: pip install 'p3o_jax[models]'") from error
-        try:
+        with refused("tokenizer.json does not read"):
             self._tokenizer = Tokenizer.from_str(source.json)
-        except Exception as error:  # what the package raises
-            raise ValueError(f"tokenizer.json does not read: {error}") from error
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
         self.source, self._vocab_size = source, vocab_size
-        tokens = {name: _text(source.config.get(name)) for name in _SPECIAL}
+        tokens = {name: _text(source.config, name) for name in _SPECIAL}
         tokens = {name: text for name, text in tokens.items() if text is not None}
         self._bos_id = self._bos(tokens.get("bos_token"))
         self._eos_ids = self._ends(tokens.get("eos_token"))
-        template = _template(source.config.get("chat_template"))
+        template = default_template(source.config)
         self.template = None if template is None else ChatTemplate(template, tokens)
         """The chat template; None: it has none."""
         if chat and self.template is None:
-            raise ValueError("the tokenizer has no chat template: set pretrained.chat to False")
+            trained = source.prompt_format is not None and not source.prompt_format.chat
+            why = f"the model was trained without one ({FILE})" if trained else "the tokenizer has no chat template"
+            raise ValueError(f"{why}: set pretrained.chat to False")
         self.chat, self._system_prompt, self._options = chat, system_prompt, dict(template_options or {})
         self._controls = self._control_tokens() if chat else ()
 
@@ -77,6 +83,11 @@ class HfTokenizer:
     def bos_id(self) -> int | None:
         """What `encode` puts first where the text does not begin with it; None: nothing."""
         return self._bos_id
+
+    @property
+    def prompt_format(self) -> PromptFormat:
+        """What `encode` makes of a text, as it is written beside an exported model."""
+        return PromptFormat(True, self._system_prompt, self._options) if self.chat else PromptFormat(False)
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a prompt: of a chat in which the user says the text, or of the text itself.
@@ -129,10 +140,12 @@ class HfTokenizer:
         return self._tokenizer.decode(list(ids), skip_special_tokens=True)
 
     def _encode(self, text: str, *, bos: bool) -> list[int]:
-        return self._checked(self._tokenizer.encode(text, add_special_tokens=False).ids, bos=bos)
+        with refused("tokenizer.json does not encode a text"):
+            ids = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return self._checked(ids, bos=bos)
 
     def _checked(self, ids: list[int], *, bos: bool) -> list[int]:
-        begin = self._tokenizer.token_to_id(_text(self.source.config.get("bos_token")) or "")
+        begin = self._tokenizer.token_to_id(_text(self.source.config, "bos_token") or "")
         if begin is not None and begin in ids[:1]:  # one is enough, whoever put it there
             while ids[1:2] == [begin]:
                 del ids[1]
@@ -149,15 +162,17 @@ class HfTokenizer:
     def _bos(self, text: str | None) -> int | None:
         """What a text begins with: as tokenizer_config.json says, or else as the tokenizer itself does."""
         token = None if text is None else self._tokenizer.token_to_id(text)
-        adds = self.source.config.get("add_bos_token")
+        adds = checked(self.source.config.get("add_bos_token"), Maybe(flag), _CONFIG, "add_bos_token")
         if adds is None:
-            adds = token is not None and self._tokenizer.encode("").ids[:1] == [token]
+            with refused("tokenizer.json does not encode a text"):
+                adds = token is not None and self._tokenizer.encode("").ids[:1] == [token]
         return token if adds else None
 
     def _ends(self, text: str | None) -> tuple[int, ...]:
         """Every token that the tokenizer's and the generation's configuration call an end, each once."""
-        of_generation = self.source.generation.get("eos_token_id")
-        of_generation = of_generation if isinstance(of_generation, list) else [of_generation]
+        stored = self.source.generation.get("eos_token_id")
+        stored = stored if isinstance(stored, list) else [stored]
+        of_generation = [checked(i, Maybe(_ID), "generation_config.json", "eos_token_id") for i in stored]
         own = None if text is None else self._tokenizer.token_to_id(text)
         ends = tuple(dict.fromkeys(i for i in (own, *of_generation) if i is not None))
         if not ends:
@@ -171,25 +186,45 @@ class HfTokenizer:
         return tuple(text for text in special if text in written)
 
 
-def _text(token: Any) -> str | None:
+def _text(config: Mapping[str, Any], name: str) -> str | None:
     """Of a special token, which is stored as its text or as an object with it."""
-    return token.get("content") if isinstance(token, dict) else token
+    token = config.get(name)
+    if isinstance(token, dict):
+        return checked(token.get("content"), text, _CONFIG, f"{name}.content")
+    return checked(token, Maybe(text), _CONFIG, name)
 
 
-def _template(stored: Any) -> str | None:
-    """A template, of several the one named default."""
-    if isinstance(stored, list):
-        named = {entry["name"]: entry["template"] for entry in stored}
-        return named.get("default")
-    return stored
+def default_template(config: Mapping[str, Any]) -> str | None:
+    """The chat template of a `tokenizer_config.json`; of several, the one named default.
+
+    Raises:
+        ValueError: it is neither a text nor a list of named ones.
+    """
+    stored = config.get("chat_template")
+    if not isinstance(stored, list):
+        return checked(stored, Maybe(text), _CONFIG, "chat_template")
+    named = {}
+    for entry in stored:
+        entry = checked(entry, table, _CONFIG, "an entry of chat_template")
+        parts = [checked(entry.get(part), text, _CONFIG, f"chat_template.{part}") for part in ("name", "template")]
+        named[parts[0]] = parts[1]
+    return named.get("default")
 
 
 def tokenizer_files(tokenizer: HfTokenizer) -> dict[str, str]:
-    """The files that `transformers` loads such a tokenizer from, by name."""
+    """The files that `transformers` loads such a tokenizer from, by name.
+
+    Of one that is used without its chat template, that template has a name: `transformers` takes it when it is asked
+    for by name, and says that there is no default when it is not.
+    """
     config = {"tokenizer_class": "PreTrainedTokenizerFast", **tokenizer.source.config}
     files = {"tokenizer.json": tokenizer.source.json}
-    if tokenizer.template is not None:
+    if tokenizer.template is not None and tokenizer.chat:
         files["chat_template.jinja"] = tokenizer.template.source
         config.pop("chat_template", None)
+    elif tokenizer.template is not None:
+        stored = config.get("chat_template")
+        others = [entry for entry in stored if entry["name"] != "default"] if isinstance(stored, list) else []
+        config["chat_template"] = [*others, {"name": UNUSED, "template": tokenizer.template.source}]
     files["tokenizer_config.json"] = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
     return files

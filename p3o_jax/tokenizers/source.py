@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from p3o_jax.tokenizers.prompt_format import PromptFormat
+
 
 @dataclass(frozen=True)
 class TokenizerSource:
@@ -17,3 +19,5 @@ class TokenizerSource:
     """A `tokenizer_config.json`: the special tokens' texts, add_bos_token, chat_template."""
     generation: Mapping[str, Any]
     """A `generation_config.json`: the ids that end a response."""
+    prompt_format: PromptFormat | None = None
+    """How its prompts were made, where an export says so."""

@@ -278,7 +278,7 @@ def test_synchronise_copies():
         (lambda: sample(prompts=[[1.0]]), "token of prompt 0 must be a whole number"),
         (lambda: sample(prompts=[]), "0 prompts of each of 1 processes do not divide"),
         (lambda: sample(make_mesh(), prompts=PROMPTS[:3]), "3 prompts of each of 1 processes do not divide over 8"),
-        (lambda: sample(num_samples=0), "num_samples must be at least 1, got 0"),
+        (lambda: sample(num_samples=0), "num_samples must be a whole number, at least 1, got 0"),
         (lambda: sample(support=0), "support must be None, 'exact' or a number of tokens, got 0"),
         (lambda: sample(support="top_k"), "got 'top_k'"),
         (lambda: sample(make_mesh(), limits=replace(LIMITS, slots=12)), "slots=12 must be a .* multiple of the 8"),

@@ -1,5 +1,7 @@
 """A model written as `transformers` loads it: safetensors, configuration, tokenizer and generation settings.
 
+Beside them `p3o.json` and `README.md` say how its prompts were made.
+
 Tensors are fetched from the devices and written one at a time, a layer's at that: no more than one is held whole.
 """
 
@@ -26,6 +28,7 @@ from p3o_jax.models.stored.load import as_stored, leaves_by_name, stored_shape
 from p3o_jax.models.stored.safetensors_directory import INDEX
 from p3o_jax.tokenizers.char_files import char_tokenizer_files
 from p3o_jax.tokenizers.hf import HfTokenizer, tokenizer_files
+from p3o_jax.tokenizers.prompt_format import FILE, PromptFormat
 from p3o_jax.tokenizers.text import ByteTokenizer, CharTokenizer, Tokenizer
 
 _CODES = {"float32": "F32", "bfloat16": "BF16"}
@@ -68,12 +71,15 @@ def export_model(
     values = write_config(config, tokenizer.vocab_size)
     values |= {"torch_dtype": dtype, "eos_token_id": list(tokenizer.eos_ids), "bos_token_id": tokenizer.bos_id}
     files = _tokenizer_files(tokenizer)
+    prompts = tokenizer.prompt_format if isinstance(tokenizer, HfTokenizer) else PromptFormat(chat=False)
     generation = {"bos_token_id": tokenizer.bos_id, "eos_token_id": list(tokenizer.eos_ids)}
     if isinstance(tokenizer, HfTokenizer):
         generation = {**tokenizer.source.generation, **generation}
     files |= {
         "generation_config.json": json.dumps(generation, indent=2) + "\n",
         "config.json": json.dumps(values, indent=2) + "\n",
+        FILE: prompts.file(),
+        "README.md": prompts.card(),
     }
     partial = path.with_name(path.name + ".partial")
     if writes:

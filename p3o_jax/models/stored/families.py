@@ -11,10 +11,8 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from p3o_jax.models.architecture import TransformerConfig
+from p3o_jax.models.stored.published import Published, read_published
 from p3o_jax.models.stored.rope_config import read_rope, write_scaling
-
-FAMILIES = ("llama", "qwen2", "qwen3", "gemma2", "gemma3_text")
-"""The `model_type` of what can be read; gemma3, whose text model is one part, is read as gemma3_text."""
 
 _ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
@@ -65,97 +63,70 @@ def layouts(config: TransformerConfig) -> dict[tuple[str, ...], Layout]:
     return found
 
 
-def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration of the text model: of a multimodal Gemma 3, the part that is one."""
-    if config.get("model_type") == "gemma3":
-        return {**config["text_config"], "model_type": "gemma3_text"}
-    return dict(config)
-
-
 def read_config(config: Mapping[str, Any], where: object) -> TransformerConfig:
     """The architecture that a `config.json` describes. `context_tokens` is the longest it was made for.
 
     Args:
-        config: its values.
+        config: its values; what it leaves out is the default of its family (`published`).
         where: what to call it in an error.
 
     Raises:
-        ValueError: an unknown architecture, a missing field, or one whose value this transformer does not do.
+        ValueError: an unknown architecture, a field of the wrong kind, or one whose value this transformer does not do.
     """
-    values = text_config(config)
-    family = values.get("model_type")
-    if family not in FAMILIES:
-        raise ValueError(f"{where}: model_type {family!r} is not one that can be read: {', '.join(FAMILIES)}, gemma3")
+    published = read_published(config, where)
+    family = published.family
     gemma = family.startswith("gemma")
-
-    def need(name: str) -> Any:
-        if values.get(name) is None:
-            raise ValueError(f"{where}: config.json has no {name}")
-        return values[name]
-
-    def refuse(name: str, allowed: tuple[Any, ...]) -> None:
-        if values.get(name) not in (None, False, *allowed):
-            raise ValueError(f"{where}: config.json asks for {name}={values[name]!r}, which is not implemented")
-
-    refuse("mlp_bias", ())
-    refuse("use_bidirectional_attention", ())
-    refuse("quantization_config", ())
-    refuse("partial_rotary_factor", (1.0,))
-    activation = values.get("hidden_activation") or values.get("hidden_act") or "gelu_pytorch_tanh"
-    activation = "gelu_pytorch_tanh" if gemma and activation == "gelu" else activation  # Gemma's is tanh's in any case
+    name = "hidden_activation" if gemma else "hidden_act"
+    activation = published[name]
     if activation not in _ACTIVATIONS:
-        raise ValueError(f"{where}: config.json asks for hidden_act={activation!r}, which is not implemented")
-    if family == "gemma3_text":
-        refuse("attn_logit_softcapping", ())
-
-    layers, width, heads = need("num_hidden_layers"), need("hidden_size"), need("num_attention_heads")
-    head_dim = values.get("head_dim") or (256 if gemma else 128 if family == "qwen3" else width // heads)
-    biased = bool(values.get("attention_bias", family == "qwen2"))
-    theta, scaling, sliding_theta = read_rope(values, where)
-    window, sliding = _sliding(values, layers)
-    query_scalar = values.get("query_pre_attn_scalar", 256 if gemma else None)
+        raise published.refuse(name, activation)
+    width, heads = published["hidden_size"], published["num_attention_heads"]
+    head_dim = published["head_dim"] or width // heads
+    biased = family == "qwen2" or published["attention_bias"]  # Qwen2's are not a choice
+    theta, scaling, sliding_theta = read_rope(published)
+    window, sliding = _sliding(published)
+    query_scalar = published["query_pre_attn_scalar"]
     return TransformerConfig(
-        num_layers=layers,
+        num_layers=published["num_hidden_layers"],
         embed_dim=width,
         num_heads=heads,
-        num_kv_heads=values.get("num_key_value_heads") or heads,
+        num_kv_heads=published["num_key_value_heads"] or heads,
         head_dim=head_dim,
-        mlp_dim=need("intermediate_size"),
+        mlp_dim=published["intermediate_size"],
         mlp_activation=_ACTIVATIONS[activation],  # type: ignore[arg-type]
         rope_theta=theta,
         rope_scaling=scaling,
-        norm_epsilon=values.get("rms_norm_eps", 1e-6),
+        norm_epsilon=published["rms_norm_eps"],
         norm_offset=gemma,
         post_norms=gemma,
         qk_norm=family in ("qwen3", "gemma3_text"),
         attention_bias=biased,
         attention_out_bias=biased and family != "qwen2",
         query_scale=None if query_scalar in (None, head_dim) else query_scalar**-0.5,
-        attention_softcap=values.get("attn_logit_softcapping", 50.0) if family == "gemma2" else None,
+        attention_softcap=published["attn_logit_softcapping"],
         sliding_window=window,
         sliding_layers=sliding,
         sliding_rope_theta=sliding_theta,
-        tied_embeddings=bool(values.get("tie_word_embeddings", gemma)),
+        tied_embeddings=published["tie_word_embeddings"],
         embedding_scale=width**0.5 if gemma else 1.0,
-        logit_softcap=values.get("final_logit_softcapping", 30.0 if family == "gemma2" else None) if gemma else None,
-        context_tokens=values.get("max_position_embeddings", 4096),
+        logit_softcap=published["final_logit_softcapping"],
+        context_tokens=published["max_position_embeddings"],
     )
 
 
-def _sliding(values: Mapping[str, Any], layers: int) -> tuple[int | None, tuple[int, ...]]:
+def _sliding(published: Published) -> tuple[int | None, tuple[int, ...]]:
     """The window, and the layers that have it."""
-    family, window, types = values["model_type"], values.get("sliding_window"), values.get("layer_types")
-    if family.startswith("qwen") and not values.get("use_sliding_window", False):
-        return None, ()
-    if family == "llama" or window is None:
+    family, window, types = published.family, published["sliding_window"], published["layer_types"]
+    layers = range(published["num_hidden_layers"])
+    if window is None or (family.startswith("qwen") and not published["use_sliding_window"]):
         return None, ()
     if types is not None:
-        sliding = [i for i, kind in enumerate(types) if kind == "sliding_attention"]
+        sliding = [i for i in layers if types[i] == "sliding_attention"]
     elif family.startswith("qwen"):
-        sliding = list(range(values.get("max_window_layers", 28), layers))
+        sliding = list(layers[published["max_window_layers"] :])
     else:
-        every = 2 if family == "gemma2" else values.get("sliding_window_pattern", 6)
-        sliding = [i for i in range(layers) if (i + 1) % every]
+        every = 2 if family == "gemma2" else published["sliding_window_pattern"]
+        sliding = [i for i in layers if (i + 1) % every]
     return (window, tuple(sliding)) if sliding else (None, ())
 
 

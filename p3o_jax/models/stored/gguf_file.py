@@ -14,7 +14,11 @@ from typing import Any
 
 import numpy as np
 
+from p3o_jax.inputs.errors import one_line, refused, shown
+from p3o_jax.inputs.kinds import Kind, checked, text
 from p3o_jax.models.stored.contents import StoredModel, StoredTensor
+from p3o_jax.models.stored.gguf_header import check_header
+from p3o_jax.models.stored.published import CONTEXT, EPSILON, LAYERS, POSITIVE, THETA, WIDTH
 from p3o_jax.tokenizers.gguf import tokenizer_source
 
 _FAMILIES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma2": "gemma2", "gemma3": "gemma3_text"}
@@ -51,11 +55,10 @@ def open_gguf(path: Path) -> StoredModel:
         raise ImportError(f"{error}: GGUF files need: pip install 'p3o_jax[models]'") from error
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist")
-    try:
+    with refused(f"{path} is truncated or is not a GGUF file (fetch it again)"):
+        check_header(path)
         reader = gguf.GGUFReader(path)
         data = {name: field.contents() for name, field in reader.fields.items()}
-    except (ValueError, KeyError, IndexError, OverflowError) as error:
-        raise ValueError(f"{path} is truncated or is not a GGUF file: {error}; fetch it again") from error
     config, size = _config(data, path), path.stat().st_size
     tensors = {}
     for tensor in reader.tensors:
@@ -63,7 +66,7 @@ def open_gguf(path: Path) -> StoredModel:
             config["rope_scaling"] = _llama3_scaling(tensor.data, config, path)
             continue
         if tensor.data_offset + tensor.n_bytes > size:
-            raise ValueError(f"{path} is truncated: tensor {tensor.name} ends beyond it; fetch it again")
+            raise ValueError(f"{path} is truncated: tensor {one_line(tensor.name, 80)} ends beyond it; fetch it again")
         name = _hugging_face_name(tensor.name, config["model_type"])
         at = (tensor.data_offset, tensor.data.shape, tensor.data.dtype)
         read = partial(_read, path, tensor.tensor_type, *at, _undo(name, config))
@@ -114,49 +117,59 @@ def _undo(name: str, config: Mapping[str, Any]) -> Undo | None:
 def _config(data: Mapping[str, Any], path: Path) -> dict[str, Any]:
     """A `config.json` from the file's metadata."""
     architecture = data.get("general.architecture")
-    if architecture not in _FAMILIES:
-        raise ValueError(f"{path}: architecture {architecture!r} is not one that can be read: {', '.join(_FAMILIES)}")
+    if not isinstance(architecture, str) or architecture not in _FAMILIES:
+        known = ", ".join(_FAMILIES)
+        raise ValueError(f"{path}: architecture {shown(architecture)} is not one that can be read: {known}")
 
-    def get(name: str, default: Any = None) -> Any:
-        return data.get(f"{architecture}.{name}", default)
+    def get(name: str, kind: Kind, default: Any = None) -> Any:
+        name = f"{architecture}.{name}"
+        return checked(data[name], kind, f"{path}: metadata", name) if name in data else default
 
-    required = ("block_count", "embedding_length", "feed_forward_length", "attention.head_count")
-    missing = [name for name in required if get(name) is None]
-    if missing:
-        raise ValueError(f"{path}: metadata {architecture}.{missing[0]} is missing")
-    width, heads = get("embedding_length"), get("attention.head_count")
-    head_dim = get("attention.key_length") or get("rope.dimension_count") or width // heads
+    def need(name: str, kind: Kind) -> Any:
+        if get(name, kind) is None:
+            raise ValueError(f"{path}: metadata {architecture}.{name} is missing")
+        return get(name, kind)
+
+    layers, width = need("block_count", LAYERS), need("embedding_length", WIDTH)
+    heads = need("attention.head_count", WIDTH)
+    head_dim = get("attention.key_length", WIDTH) or get("rope.dimension_count", WIDTH) or width // heads
     config = {
         "model_type": _FAMILIES[architecture],
-        "num_hidden_layers": get("block_count"),
+        "num_hidden_layers": layers,
         "hidden_size": width,
-        "intermediate_size": get("feed_forward_length"),
+        "intermediate_size": need("feed_forward_length", WIDTH),
         "num_attention_heads": heads,
-        "num_key_value_heads": get("attention.head_count_kv", heads),
+        "num_key_value_heads": get("attention.head_count_kv", WIDTH, heads),
         "head_dim": head_dim,
-        "max_position_embeddings": get("context_length", 4096),
-        "rms_norm_eps": get("attention.layer_norm_rms_epsilon", 1e-6),
-        "rope_theta": get("rope.freq_base", 10_000.0),
+        "max_position_embeddings": get("context_length", CONTEXT, 4096),
+        "rms_norm_eps": get("attention.layer_norm_rms_epsilon", EPSILON, 1e-6),
+        "rope_theta": get("rope.freq_base", THETA, 10_000.0),
     }
+    if heads % config["num_key_value_heads"] or head_dim % 2 or head_dim < 1:
+        shape = f"{heads} heads of {head_dim}, {config['num_key_value_heads']} of keys"
+        raise ValueError(f"{path}: metadata asks for {shape}: these must divide those, and a head must be even")
     if architecture.startswith("gemma"):
         # As llama.cpp decides it: the largest of each generation scales by width / heads.
-        largest = get("block_count") == {"gemma2": 46, "gemma3": 62}[architecture]
+        largest = layers == {"gemma2": 46, "gemma3": 62}[architecture]
         config |= {
             "query_pre_attn_scalar": width // heads if largest else head_dim,
-            "sliding_window": get("attention.sliding_window"),
-            "attn_logit_softcapping": get("attn_logit_softcapping"),
-            "final_logit_softcapping": get("final_logit_softcapping"),
+            "sliding_window": get("attention.sliding_window", CONTEXT),
             "hidden_activation": "gelu_pytorch_tanh",
         }
+        for name in ("attn_logit_softcapping", "final_logit_softcapping"):  # what a file leaves out is the family's
+            if get(name, POSITIVE) is not None:
+                config[name] = get(name, POSITIVE)
+        if architecture == "gemma2" and config["sliding_window"] is None:
+            del config["sliding_window"]
     else:
         config["hidden_act"] = "silu"
-    kind = get("rope.scaling.type", "none")
+    kind = get("rope.scaling.type", text, "none")
     if kind != "none":
         config["rope_scaling"] = {
             "rope_type": kind,
-            "factor": get("rope.scaling.factor"),
-            "original_max_position_embeddings": get("rope.scaling.original_context_length"),
-            "attention_factor": get("rope.scaling.attn_factor"),
+            "factor": get("rope.scaling.factor", POSITIVE),
+            "original_max_position_embeddings": get("rope.scaling.original_context_length", CONTEXT),
+            "attention_factor": get("rope.scaling.attn_factor", POSITIVE),
         }
     return config
 
@@ -166,6 +179,8 @@ def _llama3_scaling(divisors: np.ndarray, config: Mapping[str, Any], path: Path)
     from p3o_jax.models.rope import rope_frequencies
     from p3o_jax.models.stored.families import read_config
 
+    if divisors.ndim != 1 or not 1 <= divisors.max(initial=0) < 1e9:
+        raise ValueError(f"{path}: {_LLAMA3_FREQUENCIES} is not the scaling of Llama 3, which is the one that is read")
     scaling = {
         "rope_type": "llama3",
         "factor": float(divisors.max()),
@@ -178,6 +193,6 @@ def _llama3_scaling(divisors: np.ndarray, config: Mapping[str, Any], path: Path)
     expected = np.asarray(
         rope_frequencies(head_dim, theta) / rope_frequencies(head_dim, theta, architecture.rope_scaling)
     )
-    if not np.allclose(divisors, expected, rtol=1e-4):
+    if divisors.shape != expected.shape or not np.allclose(divisors, expected, rtol=1e-4):
         raise ValueError(f"{path}: {_LLAMA3_FREQUENCIES} is not the scaling of Llama 3, which is the one that is read")
     return scaling

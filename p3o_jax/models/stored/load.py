@@ -6,6 +6,7 @@ time besides its devices' parts is one tensor of one layer.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping
 from dataclasses import replace
@@ -19,12 +20,17 @@ from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
 
 from p3o_jax.devices import sharding
+from p3o_jax.inputs.errors import one_line, shown
 from p3o_jax.models.architecture import TransformerConfig
 from p3o_jax.models.stored.contents import StoredModel, StoredTensor
 from p3o_jax.models.stored.families import Layout, layouts
+from p3o_jax.models.stored.published import text_config
 from p3o_jax.models.stored.safetensors_directory import DTYPES
 from p3o_jax.models.transformer import abstract_model, weight_specs
 
+_logger = logging.getLogger(__name__)
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_COMPARED_VALUES = 2**22
 # What published files hold besides weights, and parts of multimodal models that are not the text's.
 _NOT_WEIGHTS = ("rotary_emb.inv_freq", "attention.masked_bias", "attention.bias")
 _OTHER_PARTS = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")
@@ -37,11 +43,13 @@ def vocab_size_of(stored: StoredModel) -> int:
     Raises:
         ValueError: there is no embedding.
     """
-    name = "model.embed_tokens.weight"
     tensors = _weights(stored)
-    if name not in tensors:
-        raise ValueError(f"{stored.path}: tensor {name} is missing")
-    return tensors[name].shape[0]
+    if EMBEDDING not in tensors:
+        raise ValueError(f"{stored.path}: tensor {EMBEDDING} is missing")
+    shape = tensors[EMBEDDING].shape
+    if len(shape) != 2 or not 1 <= shape[0] < 2**31:
+        raise ValueError(f"{stored.path}: tensor {EMBEDDING} is {shown(list(shape))}, not a table of tokens")
+    return shape[0]
 
 
 def load_params(
@@ -65,6 +73,8 @@ def load_params(
     tensors, table = _weights(stored), layouts(config)
     shapes = {path: tuple(leaf.shape) for path, leaf in leaves_by_name(abstract).items()}
     check(stored, tensors, table, shapes, config)
+    if config.tied_embeddings:
+        _warn_of_another_head(tensors)
     places = {path: NamedSharding(mesh, spec) for path, spec in leaves_by_name(specs).items()}
 
     def load(path: tuple[str, ...]) -> jax.Array:
@@ -93,6 +103,8 @@ def _weights(stored: StoredModel) -> dict[str, StoredTensor]:
             if name.startswith(prefix):
                 name = usual + name.removeprefix(prefix)
                 break
+        if name in found:
+            raise ValueError(f"{tensor.file}: tensor {one_line(name, 80)} is there under two names")
         found[name] = tensor
     return found
 
@@ -112,18 +124,53 @@ def check(
             wanted |= {layout.name.format(layer=i): shape for i in range(config.num_layers)}
         else:
             wanted[layout.name] = stored_shape(shapes[path], layout)
-    allowed = set(wanted) | ({"lm_head.weight"} if config.tied_embeddings else set())
-    problems = [f"{name} is missing" for name in wanted if name not in tensors]
-    problems += [f"{name} is not a tensor of this architecture" for name in sorted(set(tensors) - allowed)]
-    for name, shape in wanted.items():
-        if name in tensors and tensors[name].shape != shape:
-            problems.append(f"{name} is {list(tensors[name].shape)}, not {list(shape)}, in {tensors[name].file.name}")
+    allowed = set(wanted) | ({HEAD} if config.tied_embeddings else set())
+    missing = [f"{name} is missing" for name in wanted if name not in tensors]
+    unknown = [f"{one_line(name, 80)} is not a tensor of this architecture" for name in sorted(set(tensors) - allowed)]
+    other_shapes, other_types = [], []
+    for name in wanted:
         tensor = tensors.get(name)
-        if tensor is not None and tensor.file.suffix == ".safetensors" and tensor.dtype not in DTYPES:
-            problems.append(f"{name} is {tensor.dtype} in {tensor.file.name}; read are {', '.join(DTYPES)}")
+        if tensor is None:
+            continue
+        if tensor.shape != wanted[name]:
+            found = shown(list(tensor.shape))
+            other_shapes.append(f"{name} is {found}, not {list(wanted[name])}, in {tensor.file.name}")
+        if tensor.file.suffix == ".safetensors" and tensor.dtype not in DTYPES:
+            other_types.append(f"{name} is {tensor.dtype} in {tensor.file.name}; read are {', '.join(DTYPES)}")
+    kinds = [kind for kind in (missing, unknown, other_shapes, other_types) if kind]
+    problems = sum(map(len, kinds))
     if problems:
-        more = f"; and {len(problems) - 20} more" if len(problems) > 20 else ""
-        raise ValueError(f"{stored.path} does not fit its config.json: {'; '.join(problems[:20])}{more}")
+        each = 2 if len(kinds) < 3 else 1  # a few of every kind, so that none hides another
+        first = [problem for kind in kinds for problem in kind[:each]]
+        more = f"; and {problems - len(first)} more" if problems > len(first) else ""
+        raise ValueError(f"{stored.path} does not fit its config.json: {'; '.join(first)}{more}")
+    said, rows = text_config(stored.config).get("vocab_size"), tensors[EMBEDDING].shape[0]
+    if said not in (None, rows):
+        raise ValueError(
+            f"{stored.path} does not fit its config.json: vocab_size is {shown(said)}, but {EMBEDDING} has {rows} rows"
+        )
+
+
+def _warn_of_another_head(tensors: Mapping[str, StoredTensor]) -> None:
+    """A model whose head is its embedding may store one, which says nothing if it is the same."""
+    head, embedding = tensors.get(HEAD), tensors[EMBEDDING]
+    if head is not None and not _equal(head, embedding):
+        _logger.warning(
+            f"{head.file}: {HEAD} is another matrix than the embedding, but config.json has tie_word_embeddings true: "
+            "the embedding is used as the head, and this one is not"
+        )
+
+
+def _equal(one: StoredTensor, other: StoredTensor) -> bool:
+    """Whether two tensors hold the same values, of which a few rows are read at a time."""
+    if one.shape != other.shape or one.dtype not in DTYPES or other.dtype not in DTYPES:
+        return one.shape == other.shape and one.dtype == other.dtype
+    first, second = one.read(), other.read()
+    rows = max(1, _COMPARED_VALUES // max(1, math.prod(one.shape[1:])))
+    return all(
+        np.array_equal(first[i : i + rows].astype(np.float64), second[i : i + rows].astype(np.float64), equal_nan=True)
+        for i in range(0, one.shape[0], rows)
+    )
 
 
 def stored_shape(shape: tuple[int, ...], layout: Layout) -> tuple[int, ...]:

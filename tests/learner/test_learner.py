@@ -285,9 +285,9 @@ def test_learning_rate_rises_then_decays_by_applied_updates():
 
 def test_weight_decay_spares_norms_and_biases():
     """With gradients of zero, AdamW moves only what decays."""
-    learner = make_learner(optimizer=OptimizerConfig(learning_rate=1e-2, weight_decay=0.5))
+    learner = make_learner(Reinforce(), optimizer=OptimizerConfig(learning_rate=1e-2, weight_decay=0.5))
     batch = make_batch()
-    batch = batch._replace(mask=np.zeros_like(batch.mask))
+    batch = batch._replace(advantages=np.zeros_like(batch.advantages))
     before = nnx.to_pure_dict(jax.device_get(learner.init(jax.random.key(0)).params))
     state, _ = learner.update(learner.init(jax.random.key(0)), to_global(batch, learner.mesh))
     after = nnx.to_pure_dict(jax.device_get(state.params))

@@ -25,8 +25,8 @@ from tests.models.stored_models import DATA, copy_with_tokenizer
 # The classes' defaults in transformers 4.57.3 and 5.25.0, by the names they have here.
 _ALL = {
     "norm_epsilon": 1e-6, "rope_theta": 10_000.0, "rope_scaling": None, "tied_embeddings": False,
-    "attention_bias": False,
-    "attention_out_bias": False, "sliding_window": None, "sliding_layers": (), "query_scale": None, "head_dim": 128,
+    "attention_bias": False, "attention_out_bias": False, "sliding_window": None, "sliding_layers": (),
+    "query_scale": None, "head_dim": 128,
     "logit_softcap": None, "attention_softcap": None, "mlp_activation": "silu", "num_layers": 32, "num_heads": 32,
     "embed_dim": 4096,
 }  # fmt: skip

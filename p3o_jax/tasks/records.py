@@ -22,6 +22,8 @@ from p3o_jax.inputs.json_files import parse_json
 
 _SCAN_BYTES = 2**24
 _SCAN_ROWS = 2**14
+_MAX_ROWS_PER_BYTE = 8
+"""Of a Parquet file: one of a few bytes can say a value a billion times."""
 
 
 class Records(Protocol):
@@ -211,6 +213,9 @@ class _Parquet:
         except ImportError as error:
             raise ImportError(f"{path}: Parquet files need: pip install 'p3o_jax[tasks]'") from error
         with refused(f"{path} is not a readable Parquet file"):
+            rows, size = pyarrow.parquet.read_metadata(path, memory_map=True).num_rows, path.stat().st_size
+            if rows > _MAX_ROWS_PER_BYTE * size:
+                raise ValueError(f"{rows} rows in {size} bytes, which would not fit into memory")
             self._table = pyarrow.parquet.read_table(path, memory_map=True).combine_chunks()
             self._table.validate(full=True)  # texts that are not UTF-8, places beyond the end
 

@@ -76,7 +76,8 @@ def tokenizer_source(data: Mapping[str, Any], path: Path) -> TokenizerSource:
                 single=[pair[0], "$A"], pair=[pair[0], "$A", "$B:1"], special_tokens=[pair]
             )
     ends = [end, get("eot_token_id", token_id), get("eom_token_id", token_id)]
-    return TokenizerSource(tokenizer.to_str(), config, {"eos_token_id": [token for token in ends if token is not None]})
+    generation = {"eos_token_id": [token for token in ends if token is not None]}
+    return TokenizerSource(tokenizer.to_str(), config, generation, path=path)
 
 
 def _byte_level(tokens: Sequence[str], merges: Sequence[str], pre: str) -> Any:

@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from p3o_jax.inputs.errors import refused
+from p3o_jax.inputs.errors import refused, shown
 from p3o_jax.inputs.kinds import Maybe, Whole, checked, flag, table, text
 from p3o_jax.tokenizers.chat_template import ChatTemplate, Message
 from p3o_jax.tokenizers.prompt_format import FILE, PromptFormat
@@ -55,6 +55,7 @@ class HfTokenizer:
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
         self.source, self._vocab_size = source, vocab_size
+        self._at = "" if source.path is None else f"{source.path}: "
         tokens = {name: _text(source.config, name) for name in _SPECIAL}
         tokens = {name: text for name, text in tokens.items() if text is not None}
         self._bos_id = self._bos(tokens.get("bos_token"))
@@ -133,14 +134,18 @@ class HfTokenizer:
         """Token ids of a chat up to where the assistant is to answer."""
         if self.template is None:
             raise ValueError("the tokenizer has no chat template")
-        return self._encode(self.template.render(messages, self._options), bos=False)
+        try:
+            rendered = self.template.render(messages, self._options)
+        except ValueError as error:
+            raise ValueError(f"{self._at}{error}") from error
+        return self._encode(rendered, bos=False)
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of token ids; tokens that control the model give nothing."""
         return self._tokenizer.decode(list(ids), skip_special_tokens=True)
 
     def _encode(self, text: str, *, bos: bool) -> list[int]:
-        with refused("tokenizer.json does not encode a text"):
+        with refused(f"{self._at}tokenizer.json does not encode a text"):
             ids = self._tokenizer.encode(text, add_special_tokens=False).ids
         return self._checked(ids, bos=bos)
 
@@ -153,9 +158,9 @@ class HfTokenizer:
             ids = [self._bos_id, *ids]
         outside = [i for i in ids if i >= self._vocab_size]
         if outside:
+            name = shown(self._tokenizer.id_to_token(outside[0]))
             raise ValueError(
-                f"token id {outside[0]} ({self._tokenizer.id_to_token(outside[0])!r}) is outside the model's embedding "
-                f"of {self._vocab_size}"
+                f"{self._at}token id {outside[0]} ({name}) is outside the model's embedding of {self._vocab_size}"
             )
         return ids
 
@@ -164,7 +169,7 @@ class HfTokenizer:
         token = None if text is None else self._tokenizer.token_to_id(text)
         adds = checked(self.source.config.get("add_bos_token"), Maybe(flag), _CONFIG, "add_bos_token")
         if adds is None:
-            with refused("tokenizer.json does not encode a text"):
+            with refused(f"{self._at}tokenizer.json does not encode a text"):
                 adds = token is not None and self._tokenizer.encode("").ids[:1] == [token]
         return token if adds else None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from p3o_jax.tokenizers.prompt_format import PromptFormat
@@ -21,3 +22,5 @@ class TokenizerSource:
     """A `generation_config.json`: the ids that end a response."""
     prompt_format: PromptFormat | None = None
     """How its prompts were made, where an export says so."""
+    path: Path | None = None
+    """The directory or file that it was read from, for errors."""

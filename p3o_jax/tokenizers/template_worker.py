@@ -25,8 +25,9 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from p3o_jax.inputs.errors import one_line
 from p3o_jax.tokenizers.template_process import CPU_SECONDS, MEMORY_BYTES, ROOM_CHARACTERS
 
-_KEPT_KILOBYTES = 2**18
-"""A process that has been larger is not used again: what one template leaves behind is not another's loss."""
+_KEPT_BYTES = 2**28
+"""A process that holds so much more than at its start is not used again: what one template leaves behind is not
+another's loss."""
 
 
 class _Generation(Extension):
@@ -88,6 +89,15 @@ def render(source: str, variables: dict[str, Any], size: int) -> dict[str, str]:
         return {"error": f"fails on the messages: {type(error).__name__}: {one_line(error)}"}
 
 
+def _held_bytes() -> int:
+    """Address space that is in use; 0 where the system does not say."""
+    try:  # not ru_maxrss, which begins with what the process had that started this one
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[0]) * resource.getpagesize()
+    except OSError:
+        return 0
+
+
 def main() -> None:
     """Answers (template, variables) with what `render` makes of them, until nobody asks any more or a limit ends it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # who asks decides when this ends
@@ -96,6 +106,7 @@ def main() -> None:
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, resource.getrlimit(resource.RLIMIT_AS)[1]))
     with suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+    at_start = _held_bytes()
     connection = Connection(int(sys.argv[1]))
     connection.send_bytes(b"ready")
     with suppress(EOFError, BrokenPipeError, ConnectionResetError):
@@ -105,7 +116,7 @@ def main() -> None:
             # The kernel keeps it, whatever instruction this process is in.
             signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
             answer: dict[str, Any] = render(source, variables, len(asked) - len(source))
-            answer["last"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss > _KEPT_KILOBYTES
+            answer["last"] = _held_bytes() - at_start > _KEPT_BYTES
             text = json.dumps(answer).encode()
             signal.setitimer(signal.ITIMER_PROF, 0)
             connection.send_bytes(text)

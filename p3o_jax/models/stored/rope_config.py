@@ -35,8 +35,10 @@ def read_rope(published: Published) -> tuple[float, RopeScaling | None, float | 
     old, new = published["rope_scaling"] or {}, published["rope_parameters"] or {}
     if published.family == "gemma3_text":
         return _by_layer(published, old, new)
-    if any(name in new for name in _BY_LAYER):
-        raise published.refuse("rope_parameters", "a type of layer each")
+    by_layer = [name for name in _BY_LAYER if name in new]
+    if by_layer:
+        where = f"{published.where}: rope_parameters.{by_layer[-1]}"
+        raise ValueError(f"{where} is of a type of layer, which is not implemented for {published.family}")
     # As transformers decides it where both are there.
     place, values = ("rope_scaling", old) if old else ("rope_parameters", new)
     values = _checked(values, published, place)

@@ -76,7 +76,8 @@ def _indexed(path: Path, index: Mapping[str, Any]) -> list[str]:
     outside = [name for name in files if Path(name).name != name or "\0" in name]
     if outside:
         raise ValueError(f"{path / INDEX} names a file that is not one of its directory: {shown(outside[0])}")
-    absent = [name for name in files if not (path / name).is_file()]
+    there = {entry.name for entry in path.iterdir()}
+    absent = [name for name in files if name not in there]
     if absent:
         raise FileNotFoundError(f"{path / INDEX} names files that are not there: {some(absent)}")
     return files
@@ -172,4 +173,4 @@ def tokenizer_source(path: Path) -> TokenizerSource:
         if end is None and not config.get("eos_token"):
             end = end_of_family(model)
         generation["eos_token_id"] = end
-    return TokenizerSource(read_text(file, _MAX_TOKENIZER_BYTES), config, generation, read_prompt_format(path))
+    return TokenizerSource(read_text(file, _MAX_TOKENIZER_BYTES), config, generation, read_prompt_format(path), path)

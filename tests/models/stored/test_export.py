@@ -16,10 +16,11 @@ from p3o_jax.models.stored.load import load_params
 from p3o_jax.models.stored.pretrained import Pretrained, open_model
 from p3o_jax.models.stored.safetensors_directory import tokenizer_source
 from p3o_jax.models.transformer import Transformer, TransformerConfig
+from p3o_jax.policies import load_policy
 from p3o_jax.tokenizers.char_files import char_tokenizer_files
 from p3o_jax.tokenizers.hf import HfTokenizer
 from p3o_jax.tokenizers.text import ByteTokenizer, CharTokenizer
-from tests.models.stored_models import FAMILIES, copy_with_tokenizer
+from tests.models.stored_models import FAMILIES, TOKENIZER, copy_with_tokenizer
 
 pytest.importorskip("tokenizers", reason="needs the extra 'models'")
 
@@ -89,3 +90,47 @@ def test_nothing_is_overwritten_and_what_cannot_be_written_leaves_nothing(tmp_pa
     with pytest.raises(ValueError, match="no published family"):
         export_model(tmp_path / "out", params, replace(config, logit_softcap=3.0), tokenizer)
     assert [path.name for path in tmp_path.iterdir()] == ["there"]
+
+
+def exported(path, out, **settings):
+    """A model that is exported with a run's settings of its prompts."""
+    pretrained = Pretrained(str(path), **settings)
+    stored = pretrained.open()
+    config = read_config(stored.config, path)
+    export_model(out, load_params(stored, config, make_mesh()), config, pretrained.tokenizer(stored))
+    return out
+
+
+def test_a_model_trained_without_its_template_says_so_to_whoever_loads_it(tmp_path, caplog):
+    out = exported(copy_with_tokenizer("qwen3", tmp_path), tmp_path / "out", chat=False)
+    assert json.loads((out / "p3o.json").read_text())["prompts"]["chat"] is False
+    assert "without a chat template" in (out / "README.md").read_text()
+    # What transformers calls a tokenizer with templates of which none is the default.
+    assert not (out / "chat_template.jinja").exists()
+    named = json.loads((out / "tokenizer_config.json").read_text())["chat_template"]
+    assert [entry["name"] for entry in named] == ["pretrained"]
+    with pytest.raises(ValueError, match=r"out: the model was trained without one \(p3o.json\): set pretrained.chat"):
+        Pretrained(str(out)).tokenizer(open_model(str(out)))
+    policy = load_policy(str(out), make_mesh())
+    assert not policy.tokenizer.chat
+    assert policy.tokenizer.encode("12=") == TOKENIZER.encode("12=")
+    assert not caplog.records
+    again = exported(out, tmp_path / "again", chat=False)  # keeps the template's name
+    assert (again / "tokenizer_config.json").read_text() == (out / "tokenizer_config.json").read_text()
+
+
+def test_a_system_prompt_and_options_are_those_of_the_run(tmp_path, caplog):
+    settings = {"system_prompt": "be nice", "template_options": {"thinking": False}}
+    out = exported(copy_with_tokenizer("qwen3", tmp_path), tmp_path / "out", **settings)
+    trained = Pretrained(str(out), **settings)
+    tokenizer = trained.tokenizer(trained.open())
+    policy = load_policy(str(out), make_mesh())
+    assert policy.tokenizer.prompt_format == tokenizer.prompt_format
+    assert policy.tokenizer.encode("1=") == tokenizer.encode("1=")
+    assert not caplog.records
+    asked = load_policy(str(out), make_mesh(), system_prompt="be brief")
+    assert asked.tokenizer.prompt_format.system_prompt == "be brief"
+    assert "was trained with prompts in its chat template, with the system prompt 'be nice'" in caplog.text
+    (out / "p3o.json").write_text('{"prompts": {"chat": "no"}}')
+    with pytest.raises(ValueError, match=r"p3o.json: prompts.chat is 'no', not true or false"):
+        load_policy(str(out), make_mesh())

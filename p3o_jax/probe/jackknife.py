@@ -36,7 +36,7 @@ class _Moments(NamedTuple):
     """Of ratios relative to the largest, w = exp(log_ratio - largest), of one prompt or of each of several."""
 
     largest: Float[np.ndarray, "*G"]  # -inf of nothing
-    count: Float[np.ndarray, "*G"]
+    count: Float[np.ndarray, "*G"]  # type: ignore[assignment]  # hides tuple.count
     mean: Float[np.ndarray, "*G"]  # of w
     squares: Float[np.ndarray, "*G"]  # sum (w - mean)^2
 
@@ -46,7 +46,7 @@ class _Moments(NamedTuple):
         return v / (1.0 + v)
 
 
-_NOTHING = _Moments(*map(np.float64, (-np.inf, 0.0, 0.0, 0.0)))
+_NOTHING = _Moments(*np.array([-np.inf, 0.0, 0.0, 0.0]))
 
 
 def ess_of_prompts(

@@ -216,8 +216,9 @@ def test_a_report_as_text_json_and_picture(probed, tmp_path):
 
 
 FINE = Mismatch(
-    ess=0.99999, ess_error=1e-6, largest_prompt_share=0.02, sequence_ess=0.9999, kl=1e-6, k3=1e-6, chi2=1e-5, log_ratio_abs_mean=1e-4,
-    log_ratio_abs_max=1e-3, outside_fraction=0.0, ratio_mean=1.0, nonfinite=0, num_tokens=10_000, num_rows=100,
+    ess=0.99999, ess_error=1e-6, largest_prompt_share=0.02, sequence_ess=0.9999, kl=1e-6, k3=1e-6, chi2=1e-5,
+    log_ratio_abs_mean=1e-4, log_ratio_abs_max=1e-3,
+    outside_fraction=0.0, ratio_mean=1.0, nonfinite=0, num_tokens=10_000, num_rows=100,
 )  # fmt: skip
 
 

@@ -33,8 +33,8 @@ class _Decoupled(Objective):
     """The proximal ratio is clipped above 1 + clip_high."""
 
     behaviour_weight_cap: float | None = None
-    """The largest behaviour weight p / mu, which takes the place of larger ones (AReaL's code makes those 0). None:
-    it is not capped."""
+    """The largest behaviour weight p / mu, which takes the place of larger ones (AReaL's code makes
+    those 0). None: it is not capped."""
 
     def __post_init__(self):
         super().__post_init__()

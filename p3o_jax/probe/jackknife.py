@@ -46,7 +46,7 @@ class _Moments(NamedTuple):
         return v / (1.0 + v)
 
 
-_NOTHING = _Moments(*map(np.asarray, (-np.inf, 0.0, 0.0, 0.0)))
+_NOTHING = _Moments(*np.array([-np.inf, 0.0, 0.0, 0.0]))
 
 
 def ess_of_prompts(

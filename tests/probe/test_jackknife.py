@@ -6,6 +6,7 @@ from decimal import Decimal, localcontext
 
 import numpy as np
 import pytest
+from scipy.stats import t as student
 
 from p3o_jax.probe.jackknife import ess_of_prompts
 
@@ -97,27 +98,45 @@ def test_what_there_is_no_error_of():
         assert np.isnan(ess_of_prompts(np.array([[0.0], [value]]), np.ones((2, 1), bool), np.arange(2))).all()
 
 
-@pytest.mark.parametrize(
-    ("draw", "ess", "covered"),
-    [
-        # exp(-s^2) of normal log-ratios of deviation s; (1 - 4 b^2) / (1 - b^2)^2 of Laplace's of scale b.
-        (lambda rng: 0.5 * rng.standard_normal((512, 44)), np.exp(-0.25), (0.9, 1.0)),
-        (lambda rng: 0.35 * rng.laplace(size=(512, 44)), (1 - 4 * 0.35**2) / (1 - 0.35**2) ** 2, (0.6, 0.9)),
-    ],
-    ids=["normal", "laplace"],
-)
-def test_an_error_does_not_see_a_tail_that_was_not_sampled(draw, ess, covered):
-    """Of 100 ESS of normal log-ratios about 95 are within twice their error; of Laplace's far fewer (docs/probe.md).
+def of_the_law(degrees, scale, limit):
+    """The ESS of scale times Student's t, cut at +-limit."""
+    size = np.linspace(-limit, limit, 1_000_001)
+    mass = student.pdf(size / scale, degrees) / scale * (size[1] - size[0])
+    mass[[0, -1]] += student.sf(limit / scale, degrees)
+    return (mass * np.exp(size)).sum() ** 2 / (mass * np.exp(2 * size)).sum()
+
+
+def students(rng, degrees, shape):
+    return np.clip(0.3 * rng.standard_t(degrees, size=shape), -6, 6)
+
+
+SHAPE = (512, 44)
+LAWS = {  # how it is drawn, its ESS, and in which range its share of intervals that cover is
+    "normal": (lambda rng: 0.5 * rng.standard_normal(SHAPE), np.exp(-0.25), (0.9, 1.0)),
+    "laplace": (lambda rng: 0.35 * rng.laplace(size=SHAPE), (1 - 4 * 0.35**2) / (1 - 0.35**2) ** 2, (0.6, 0.9)),
+    "t3": (lambda rng: students(rng, 3, SHAPE), of_the_law(3, 0.3, 6), (0.8, 0.97)),
+    "shared t4": (
+        lambda rng: students(rng, 4, (512, 1)) + 0.1 * rng.standard_normal(SHAPE),
+        of_the_law(4, 0.3, 6) * np.exp(-0.01),
+        (0.05, 0.4),
+    ),
+}
+
+
+@pytest.mark.parametrize("law", LAWS)
+def test_an_error_does_not_see_a_tail_that_was_not_sampled(law):
+    """Of 100 ESS of normal log-ratios about 95 are within twice their error; of heavier tails fewer (docs/probe.md).
 
     Those that miss have the smaller shares of a prompt, not the larger: a large share shows a tail, a small one does
     not show that there is none.
     """
+    draw, ess, (least, most) = LAWS[law]
     rng = np.random.default_rng(0)
-    found = [ess_of_prompts(draw(rng), np.ones((512, 44), bool), np.arange(512)) for _ in range(100)]
-    within = np.array([abs(one.ess - ess) <= 2 * one.error for one in found])
+    found = [ess_of_prompts(draw(rng), np.ones(SHAPE, bool), np.arange(512)) for _ in range(100)]
+    covers = np.array([abs(one.ess - ess) <= 2 * one.error for one in found])
     share = np.array([one.largest_share for one in found])
-    assert covered[0] <= within.mean() <= covered[1]
-    if ess < 0.7:
-        assert np.median(share[~within]) < np.median(share[within])
-    else:
+    assert least <= covers.mean() <= most
+    if law == "normal":
         assert share.max() < 0.1
+    else:
+        assert np.median(share[~covers]) < np.median(share[covers])

@@ -311,6 +311,31 @@ def from_json(data: Any, trusted: Collection[str] = ()) -> Config:
     return structured(make_converter(_OPEN_TYPES, trusted), data, Config)
 
 
+def as_written_now(stored: Any, running: Config) -> Any:
+    """Rewrites the JSON values of an earlier version: classes where they are now, absent fields at their defaults.
+
+    Args:
+        stored: what a `config.json` holds.
+        running: the configuration that is being run; the modules it names may be imported.
+
+    Returns:
+        The same configuration as `to_json` gives it, or `stored` itself if it cannot be read.
+    """
+    try:
+        return to_json(from_json(stored, _modules(to_json(running))))
+    except ValueError:
+        return stored
+
+
+def _modules(value: Any) -> set[str]:
+    """Collects what stands before the colon of every text `module:name`."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        return set().union(*map(_modules, value))
+    return {value.partition(":")[0]} if isinstance(value, str) and ":" in value else set()
+
+
 @dataclass(frozen=True)
 class Architecture:
     """What of a run's configuration says how its policy is made: data, for which nothing that it names is imported."""

@@ -9,7 +9,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from p3o_jax.config import Config, hyperparameters, to_json
+from p3o_jax.config import Config, as_written_now, hyperparameters, to_json
 from p3o_jax.devices.precision import describe
 from p3o_jax.devices.processes import all_rows, fail_together, row_part
 from p3o_jax.devices.profiling import Profiler
@@ -156,6 +156,7 @@ def _directory(parts: Parts, run_dir: Path, argv: Sequence[str], resume: bool) -
             resume=resume,
             may_differ=may_differ,
             tokenizer=tokenizer_to_json(parts.tokenizer),
+            as_written_now=partial(as_written_now, running=config),
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
 
 import pytest
@@ -52,3 +53,31 @@ def test_resuming_does_not_change_what_was_made(tmp_path):
     with pytest.raises(ValueError, match=r"num_steps \(was 2, now 4\)"):
         run(path, replace(decaying, num_steps=4), resume=True)
     assert (path / "config.json").read_text() == before
+
+
+def test_a_run_of_an_earlier_version_is_continued(tmp_path):
+    """Its configuration names a class where it was then, and lacks a field that has come since; another value than
+    the run had is still refused."""
+    expected = run(tmp_path / "whole")
+    path = tmp_path / "earlier"
+    run(path, replace(SMALL, num_steps=2))
+    config = json.loads((path / "config.json").read_text())
+    config["advantages"]["class"] = config["advantages"]["class"].replace("p3o_jax.batch.", "p3o_jax.")
+    del config["support_tokens"]
+    (path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"support_tokens \(was 64, now 32\)"):
+        run(path, replace(SMALL, support_tokens=32), resume=True)
+    got = run(path, resume=True)
+    for a, b in zip(without_times(expected), without_times(got), strict=True):
+        assert a == {tag: b[tag] for tag in a}
+
+
+def test_a_stored_configuration_imports_nothing_that_does_not_run(tmp_path):
+    path = tmp_path / "run"
+    run(path, replace(SMALL, num_steps=1))
+    config = json.loads((path / "config.json").read_text())
+    config["task"]["class"] = "antigravity:Flight"  # importing it would open a browser
+    (path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"task.class \(was 'antigravity:Flight', now"):
+        run(path, replace(SMALL, num_steps=1), resume=True)
+    assert "antigravity" not in sys.modules

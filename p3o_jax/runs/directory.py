@@ -19,7 +19,7 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
@@ -68,6 +68,7 @@ class RunDirectory:
         resume: bool = False,
         may_differ: Sequence[str] = MAY_DIFFER,
         tokenizer: Mapping[str, Any] | None = None,
+        as_written_now: Callable[[Any], Any] = lambda stored: stored,
     ) -> RunDirectory:
         """Starts a run in a new directory, or continues the one in it.
 
@@ -82,6 +83,7 @@ class RunDirectory:
             may_differ: fields, by dotted name, in which, and in what is below which, a resumed run's configuration may
                 differ.
             tokenizer: as JSON values, if it is no published one.
+            as_written_now: rewrites a configuration that an earlier version stored.
 
         Raises:
             FileExistsError: the directory holds a run, or something else.
@@ -92,7 +94,7 @@ class RunDirectory:
         if jax.process_index() != 0:
             return directory
         if resume and (directory.path / "config.json").exists():
-            directory._check_same_run(config, may_differ)
+            directory._check_same_run(config, may_differ, as_written_now)
         else:
             directory._check_free()
         try:
@@ -124,14 +126,16 @@ class RunDirectory:
         ):
             raise FileExistsError(f"{self.path} exists and is not a run: give another --run-dir")
 
-    def _check_same_run(self, config: Mapping[str, Any], may_differ: Sequence[str]) -> None:
+    def _check_same_run(
+        self, config: Mapping[str, Any], may_differ: Sequence[str], as_written_now: Callable[[Any], Any]
+    ) -> None:
         path = self.path / "config.json"
         try:
             before = json.loads(path.read_bytes())
         except ValueError as error:
             raise ValueError(f"{path} is damaged: {error}") from error
         # As JSON, so that tuples are lists on both sides.
-        now = json.loads(json.dumps(config))
+        before, now = (json.loads(json.dumps(values)) for values in (as_written_now(before), config))
         changes = [
             f"{name} (was {old!r}, now {new!r})"
             for name, old, new in _differences(before, now)

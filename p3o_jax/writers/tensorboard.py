@@ -22,6 +22,7 @@ ESS_PAGE = {
     "ESS of parts of the batch": {
         "by staleness": "policy/ess/staleness=.*",
         "by source": "policy/ess/source=.*",
+        "by task of a mixture": "policy/ess/task=.*",
         "by position in the response": "policy/ess/position=.*",
         "smallest of a step": "policy/ess_min",
     },

@@ -19,6 +19,9 @@ temperature 1, of 2,048 samples to 256 held-out prompts:
     grpo        1          0.236  0.674   0.941     0.969    0.927
     grpo        2          0.239  0.682   0.980     0.965    0.643
 
+On another machine, whose processor rounds otherwise, the same commands ended at 0.894, 0.799, 0.821 (P3O, seeds 0 to 2)
+and 0.595 (GRPO, seed 0; its others were not run there).
+
 What a rounding does: before the sampler's log-probs were taken from the largest logit, which changes them in the last
 digit, the same runs ended at 0.908, 0.844, 0.875 (P3O) and 0.649, 0.624, 0.655 (GRPO).
 

@@ -43,6 +43,7 @@ class _Judged(NamedTuple):
     correct: Bool[np.ndarray, "P n"]
     errors: Bool[np.ndarray, "P n"]
     timeouts: Bool[np.ndarray, "P n"]
+    unreadable: Bool[np.ndarray, "P n"]
     response_length: Int[np.ndarray, "P n"]
     truncated: Bool[np.ndarray, "P n"]
     answers: UInt8[np.ndarray, "P n A"]  # a digest, all zero where there is no answer, and the start of the text
@@ -151,6 +152,7 @@ def _judge(scorer: Scorer, prompts: Sequence[Prompt], rollout: Rollout, samples:
         correct=all_of(scores.correct if scores else None),
         errors=all_of(scores.errors if scores else None),
         timeouts=all_of(scores.timeouts if scores else None),
+        unreadable=all_of(scores.unreadable if scores else None),
         response_length=np.asarray(rollout.response_length),
         truncated=np.asarray(rollout.finish_reason == FinishReason.LENGTH),
         answers=answers,
@@ -184,6 +186,7 @@ def _summary(judged: _Judged) -> dict[str, float]:
     metrics |= _over_prompts("reward", judged.rewards.mean(axis=1, dtype=np.float64))
     return metrics | {
         "no_answer_fraction": float(1 - answered.mean()),
+        "unreadable_answers": float(judged.unreadable.sum()),
         "response_tokens_mean": float(judged.response_length.mean()),
         "truncated_fraction": float(judged.truncated.mean()),
         "verifier_errors": float(judged.errors.sum()),

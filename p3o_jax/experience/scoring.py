@@ -23,6 +23,10 @@ from p3o_jax.tokenizers.text import Tokenizer
 _logger = logging.getLogger(__name__)
 
 
+_PROMPT_END = 16
+"""Tokens of a prompt that its completions know of: enough for a tag that the chat template opens."""
+
+
 class Scores(NamedTuple):
     """What each of this process's rows is worth.
 
@@ -39,6 +43,7 @@ class Scores(NamedTuple):
     failures: list[str]  # why there is no judgement; empty: there is
     errors: Bool[np.ndarray, " B"]
     timeouts: Bool[np.ndarray, " B"]
+    unreadable: Bool[np.ndarray, " B"]  # there is an answer, and it is not correct because it cannot be read
 
     def rows(self, chosen: Int[np.ndarray, " C"]) -> Scores:
         """Returns the scores of some rows, in this order."""
@@ -80,9 +85,12 @@ class Scorer:
         by_index = {prompt.index: prompt for prompt in prompts}
         asked = [by_index[int(group)] for group in rollout.group]
         truncated = rollout.finish_reason == FinishReason.LENGTH
+        ends = self._prompt_ends(rollout)
         completions = [
-            Completion(self.tokenizer.decode(ids), int(length), bool(cut))
-            for ids, length, cut in zip(responses(rollout), rollout.response_length, truncated, strict=True)
+            Completion(self.tokenizer.decode(ids), int(length), bool(cut), ends[int(group)])
+            for ids, length, cut, group in zip(
+                responses(rollout), rollout.response_length, truncated, rollout.group, strict=True
+            )
         ]
         rows = list(zip(asked, completions, strict=True))
         judged: Sequence[Graded | TimedOut | Failed]
@@ -109,7 +117,19 @@ class Scorer:
             failures=failures,
             errors=np.asarray([isinstance(one, Failed) for one in judged]),
             timeouts=np.asarray([isinstance(one, TimedOut) for one in judged]),
+            unreadable=np.asarray([not one.readable for one in seen]),
         )
+
+    def _prompt_ends(self, rollout: Rollout) -> dict[int, str]:
+        """The last characters of each group's prompt, as the model saw it."""
+        rows = {int(group): row for row, group in enumerate(rollout.group)}
+        lengths = rollout.prompt_length
+        return {
+            group: self.tokenizer.decode(
+                rollout.tokens[row, max(lengths[row] - _PROMPT_END, 0) : lengths[row]].tolist()
+            )
+            for group, row in rows.items()
+        }
 
     @property
     def _in_process(self) -> bool:
@@ -154,9 +174,9 @@ class Scorer:
 
 def agreed(scores: Scores, mesh: Mesh) -> Scores:
     """The same scores on all processes that feed the same rows, whose verifiers may time out differently."""
-    arrays = (scores.rewards, scores.known, scores.correct, scores.errors, scores.timeouts, scores.parts)
-    rewards, known, correct, errors, timeouts, parts = of_first_process(arrays, mesh)
-    return scores._replace(rewards=rewards, known=known, correct=correct, errors=errors, timeouts=timeouts, parts=parts)
+    names = ("rewards", "known", "correct", "errors", "timeouts", "unreadable", "parts")
+    arrays = of_first_process(tuple(getattr(scores, name) for name in names), mesh)
+    return scores._replace(**dict(zip(names, arrays, strict=True)))
 
 
 def score_metrics(
@@ -176,6 +196,7 @@ def score_metrics(
         len(np.intersect1d(group[flat], groups)),
         scores.errors.sum(),
         scores.timeouts.sum(),
+        (scores.unreadable & known).sum(),
     ]
     for values in scores.parts.values():
         has = known & ~np.isnan(values)
@@ -185,8 +206,8 @@ def score_metrics(
         of_task = known & (component == i)
         sums += [of_task.sum(), scores.rewards[of_task].sum(dtype=np.float64)]
     totals = sharding.sum_over_processes(np.asarray(sums, np.float64)).tolist()
-    rows, reward, square, correct, unanswered, num_groups, num_flat, errors, timeouts = totals[:9]
-    rest = iter(totals[9:])
+    rows, reward, square, correct, unanswered, num_groups, num_flat, errors, timeouts, unreadable = totals[:10]
+    rest = iter(totals[10:])
     metrics = {
         "reward/mean": _ratio(reward, rows),
         "reward/std": max(_ratio(square, rows) - _ratio(reward, rows) ** 2, 0.0) ** 0.5,
@@ -196,6 +217,7 @@ def score_metrics(
         # Processes that feed the same rows have each counted them.
         "reward/verifier_errors": errors * row_share(mesh),
         "reward/verifier_timeouts": timeouts * row_share(mesh),
+        "reward/unreadable_answers": unreadable * row_share(mesh),
     }
     for name in scores.parts:
         count, total = next(rest), next(rest)

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
+from p3o_jax.rewards.answers import without_reasoning
+
 
 class Prompt(NamedTuple):
     """A prompt and what its completions are judged by."""
@@ -28,11 +30,15 @@ class Completion(str):
     """Tokens of the response, the one that ended it included."""
     truncated: bool
     """Whether it was cut at the limit."""
+    prompt_end: str | None
+    """The last characters of the prompt as the model saw it, template included; None: they are not known."""
 
-    def __new__(cls, text: str, num_tokens: int = 0, truncated: bool = False) -> Completion:
-        """Text with its length in tokens."""
+    def __new__(
+        cls, text: str, num_tokens: int = 0, truncated: bool = False, prompt_end: str | None = None
+    ) -> Completion:
+        """Makes a text that knows how it was sampled."""
         completion = super().__new__(cls, text)
-        completion.num_tokens, completion.truncated = num_tokens, truncated
+        completion.num_tokens, completion.truncated, completion.prompt_end = num_tokens, truncated, prompt_end
         return completion
 
 
@@ -93,7 +99,12 @@ def graded(reward: float, completion: str) -> Graded:
     reward = float(reward)
     if not math.isfinite(reward):
         raise ValueError(f"the reward is {reward}")
-    return Graded(reward, reward >= 1, completion.strip())
+    return Graded(reward, reward >= 1, without_reasoning(completion, prompt_end=prompt_end(completion)).strip())
+
+
+def prompt_end(completion: str) -> str:
+    """Returns the last characters of the prompt of a `Completion` that knows them; of any other text, none."""
+    return getattr(completion, "prompt_end", None) or ""
 
 
 def judge(reward: Reward, prompt: Prompt, completion: str) -> Graded:

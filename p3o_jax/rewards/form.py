@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from p3o_jax.rewards.answers import opened
 from p3o_jax.rewards.base import Completion, Prompt, Reward
 
 
@@ -32,7 +33,11 @@ class Matches(Reward):
 
 @dataclass(frozen=True)
 class Tags(Reward):
-    """1 if the completion is `<a>...</a> <b>...</b>`: each tag once, in order, and nothing around them; else 0."""
+    """1 if the completion is `<a>...</a> <b>...</b>`: each tag once, in order, and nothing around them; else 0.
+
+    Where the prompt ends with the first opening tag, as some chat templates have it, the completion goes on from there.
+    Of a text that does not know its prompt's end, either form is right.
+    """
 
     names: tuple[str, ...] = ("think", "answer")
     """The tags, in order."""
@@ -48,6 +53,10 @@ class Tags(Reward):
 
     def __call__(self, prompt: Prompt, completion: str) -> float:
         """1 or 0."""
+        first = f"<{self.names[0]}>"
+        end = getattr(completion, "prompt_end", None)
+        if opened(end, first) if end is not None else first not in completion:
+            completion = first + completion
         rest = completion.strip()
         for name in self.names:
             opening, closing = f"<{name}>", f"</{name}>"

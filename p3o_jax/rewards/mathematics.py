@@ -1,38 +1,46 @@
-"""Mathematical equality of final answers, by math-verify (github.com/huggingface/Math-Verify)."""
+"""Compares final answers as mathematics, read by the parser of math-verify (github.com/huggingface/Math-Verify)."""
 
 from __future__ import annotations
 
 import importlib.util
-import logging
+import re
 from dataclasses import dataclass
-from typing import Any
 
-from p3o_jax.rewards.answers import canonical, final_answer, plain_number, same_number
-from p3o_jax.rewards.base import Graded, Prompt, Reward
+from p3o_jax.rewards.answers import REASONING, Marks, before_open_box, final_answer, without_reasoning
+from p3o_jax.rewards.base import Graded, Prompt, Reward, prompt_end
+from p3o_jax.rewards.equality import same
+from p3o_jax.rewards.expressions import Node, Scalar, Unreadable, Words, read
+from p3o_jax.rewards.numbers import canonical, last_number, plain_number, same_number
 
-_MAX_ANSWER_CHARACTERS = 2000
+_MAX_VOTE_CHARACTERS = 2000
+_FORMULA = r"(?:\$\$(?:[^$]|\\\$)+\$\$|\$(?:[^$\n]|\\\$)+(?<!\\)\$|\\\(.+?\\\)|\\\[.+?\\\])"
+_FORMULAS = re.compile(rf"{_FORMULA}(?:\s*(?:,?\s*(?:and|or)|,)\s*{_FORMULA})*", re.DOTALL)
 
 
 @dataclass(frozen=True)
 class MathVerify(Reward):
-    """1 if the final answer equals the prompt's as a number, expression, set, interval, matrix or word; else 0.
+    """1 if the final answer is the prompt's: a number, expression, list, set, interval, equation, time, word; else 0.
 
-    An answer is what `answers.final_answer` finds, or else what math-verify finds last in the text. math-verify's own
-    time-outs are off, since they use a signal, swallow it, and give 0: the process it runs in is killed instead.
+    Both are read whole, in a box or not alike. What cannot be read entirely is not correct, and counted as unreadable.
+    An answer that is not marked is the last line, if it is nothing else, or else the last formula or number. Exact
+    where both are exact; a decimal with at least six digits stands for what it is rounded from. docs/tasks.md has the
+    rules and the known mistakes. It runs in processes that can be killed, since some expressions take for ever.
     Needs `pip install 'p3o_jax[tasks]'`.
 
     Raises:
         ImportError: math-verify is not installed.
     """
 
+    reasoning: Marks = REASONING
+    """What begins and ends a block of reasoning, in which no answer is looked for."""
+
     def __post_init__(self) -> None:
-        if importlib.util.find_spec("math_verify") is None:
+        if importlib.util.find_spec("latex2sympy2_extended") is None:
             raise ImportError("the reward MathVerify needs math-verify: pip install 'p3o_jax[tasks]'")
 
     def warm_up(self) -> None:
-        """Imports sympy and builds the parsers."""
-        logging.getLogger("math_verify").setLevel(logging.ERROR)  # that its time-outs are off, at every start
-        self.grade(Prompt(0, "", "\\frac{1}{2}", {}), "The answer is $0.5$.")
+        """Imports sympy and builds the parser."""
+        self.grade(Prompt(0, "", "\\frac{x}{2}", {}), "The answer is $0.5x$.")
 
     def __call__(self, prompt: Prompt, completion: str) -> float:
         """1 or 0."""
@@ -43,49 +51,59 @@ class MathVerify(Reward):
         return (prompt.answer, f"\\boxed{{{final_answer(prompt.answer) or prompt.answer}}}")
 
     def grade(self, prompt: Prompt, completion: str) -> Graded:
-        """With the answer that was found.
+        """Judges the answer that it finds.
 
         Raises:
-            ValueError: the prompt's answer cannot be parsed, or the completion's is absurdly long.
+            ValueError: the prompt's answer cannot be read.
         """
-        from math_verify import verify
-
-        number, stated = (plain_number(final_answer(text) or text) for text in (completion, prompt.answer))
-        if number is not None and stated is not None:  # most of them, and with forms that math-verify lacks, as 1e3
+        gold = final_answer(prompt.answer) or prompt.answer.strip()
+        text = without_reasoning(completion, self.reasoning, prompt_end(completion))
+        answer = gold if text.split() == gold.split() else _answer(text)
+        number, stated = plain_number(answer), plain_number(gold)
+        if number is not None and stated is not None:  # most of them, and quick
             correct = same_number(number, stated)
-            return Graded(float(correct), correct, canonical(number))
-        gold = _parse(prompt.answer)
-        if not gold or (all(isinstance(form, str) for form in gold) and not _is_words(gold[0])):
-            raise ValueError(f"the answer of prompt {prompt.index} cannot be parsed: {prompt.answer[:80]!r}")
-        found = _parse(completion)
-        if not found:
+            if correct or ("." in answer) == ("." in gold):
+                return Graded(float(correct), correct, canonical(number))
+        try:
+            expected = read(gold)
+        except (Unreadable, RecursionError) as error:
+            raise ValueError(f"the answer of prompt {prompt.index} cannot be read: {error}") from error
+        if not answer:
             return Graded(0.0, False, "")
-        # All forms of the gold, but of a completion only the one it means: else "2, or 3" would be both.
-        equal = any(verify(form, found, timeout_seconds=None, raise_on_error=True) for form in gold)
-        return Graded(float(equal), equal, str(found[0])[:_MAX_ANSWER_CHARACTERS])
+        try:
+            found = read(answer)
+        except (Unreadable, RecursionError):
+            return Graded(0.0, False, answer[:_MAX_VOTE_CHARACTERS], readable=False)
+        correct = same(expected, found)
+        return Graded(float(correct), correct, _vote(found))
 
 
-def _parse(text: str) -> list[Any]:
-    """The final answer as sympy expressions and, last, as text; nothing if there is none."""
-    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse
+def _answer(text: str) -> str:
+    """The answer of a text: marked, or the last line if it is one, or the last formula or number, or else words."""
+    marked = final_answer(text)
+    if marked is not None:
+        return marked
+    text = before_open_box(text)
+    line = text.strip().split("\n")[-1].strip()
+    if not line:
+        return ""
+    try:
+        whole = read(line)
+    except (Unreadable, RecursionError):
+        whole = None
+    prose = len(re.findall(r"(?<!\\)\b[a-zA-Z]{2,}\b", re.sub(r"\\text\w*\s?\{[^{}]*\}|\\[a-zA-Z]+", "", line))) > 2
+    if whole is not None and not isinstance(whole, Words) and not prose:
+        return line
+    formulas = list(_FORMULAS.finditer(text))
+    last = formulas[-1] if formulas else None
+    if last is not None and not re.search(r"\d", text[last.end() :]):
+        return last.group()
+    number = last_number(text)
+    if number is not None:
+        return canonical(number)
+    return line if isinstance(whole, Words) or not prose else ""
 
-    answer = final_answer(text)
-    if answer is not None and len(answer) > _MAX_ANSWER_CHARACTERS:
-        raise ValueError(f"a final answer of {len(answer)} characters")
-    short = text.strip()
-    if answer is None and len(short) <= 40 and "\n" not in short:  # an answer and nothing else
-        forms = [short, f"\\boxed{{{short}}}"]
-        if set(short) & set("\\^({["):
-            forms.reverse()
-    else:
-        forms = [text] if answer is None else [f"\\boxed{{{answer}}}", answer]
-    for form in forms:
-        config = [LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()]
-        found = parse(form, config, parsing_timeout=None, raise_on_error=True)
-        if any(not isinstance(one, str) for one in found):
-            return found
-    return found
 
-
-def _is_words(text: str) -> bool:
-    return "\\" not in text and any(character.isalnum() for character in text)
+def _vote(node: Node) -> str:
+    """The same text for answers that are written alike but for spaces and units."""
+    return str(node.value if isinstance(node, Scalar) else node)[:_MAX_VOTE_CHARACTERS]

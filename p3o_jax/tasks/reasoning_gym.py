@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from p3o_jax.rewards.base import Prompt, Reward
+from p3o_jax.rewards.answers import REASONING, Marks, without_reasoning
+from p3o_jax.rewards.base import Prompt, Reward, prompt_end
 from p3o_jax.tasks.base import DrawnPrompts, PromptSource, Split, Task
 
 _RESERVED = ("seed", "size")
@@ -39,6 +40,8 @@ class ReasoningGym(Task):
     """Longest response, its end included."""
     num_prompts: int = 10_000
     """Prompts drawn; then they repeat, in another order."""
+    reasoning: Marks = REASONING
+    """What begins and ends a block of reasoning, which is no part of the answer."""
 
     def __post_init__(self) -> None:
         for name in ("prompt_tokens", "response_tokens", "num_prompts"):
@@ -54,7 +57,7 @@ class ReasoningGym(Task):
     @property
     def reward(self) -> Reward:
         """The dataset's own scorer."""
-        return ReasoningGymScore(self.dataset, self.settings)
+        return ReasoningGymScore(self.dataset, self.settings, self.reasoning)
 
     @property
     def max_prompt_tokens(self) -> int:
@@ -87,10 +90,13 @@ class ReasoningGymScore(Reward):
     """Name of the dataset."""
     settings: dict[str, bool | int | float | str] = field(default_factory=dict)
     """Its settings."""
+    reasoning: Marks = REASONING
+    """What begins and ends a block of reasoning, which is no part of the answer."""
 
     def __call__(self, prompt: Prompt, completion: str) -> float:
-        """The score of the stripped completion."""
-        return float(self._scorer.score_answer(completion.strip(), prompt.metadata))
+        """Scores the completion, stripped and without its reasoning."""
+        answer = without_reasoning(completion, self.reasoning, prompt_end(completion)).strip()
+        return float(self._scorer.score_answer(answer, prompt.metadata))
 
     def warm_up(self) -> None:
         """Makes the dataset."""

@@ -60,6 +60,8 @@ class HfTokenizer:
         tokens = {name: text for name, text in tokens.items() if text is not None}
         self._bos_id = self._bos(tokens.get("bos_token"))
         self._eos_ids = self._ends(tokens.get("eos_token"))
+        roles = {self._tokenizer.token_to_id(text) for text in tokens.values()}
+        self._unwritten = frozenset({*self._eos_ids, *(i for i in roles if i is not None)})
         template = default_template(source.config)
         self.template = None if template is None else ChatTemplate(template, tokens)
         """The chat template; None: it has none."""
@@ -141,8 +143,11 @@ class HfTokenizer:
         return self._encode(rendered, bos=False)
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of token ids; tokens that control the model give nothing."""
-        return self._tokenizer.decode(list(ids), skip_special_tokens=True)
+        """Returns the text of token ids, without those that begin, end or pad a sequence.
+
+        Other special tokens are there: the tags of a reasoning block are special tokens of many models.
+        """
+        return self._tokenizer.decode([i for i in ids if i not in self._unwritten], skip_special_tokens=False)
 
     def _encode(self, text: str, *, bos: bool) -> list[int]:
         with refused(f"{self._at}tokenizer.json does not encode a text"):

@@ -30,7 +30,7 @@ class Tokenizer(Protocol):
         """Token ids of a text; no end-of-sequence token is added."""
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of token ids; special tokens give nothing."""
+        """Returns the text of token ids; those that begin, end or pad a sequence give nothing."""
 
 
 @dataclass(frozen=True)

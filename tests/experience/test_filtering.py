@@ -47,7 +47,7 @@ def batch_of(rewards: dict[int, list[float | None]]):
     no = np.zeros(rows, bool)
     numbers = np.asarray([value or 0.0 for value in values], np.float32)
     names = [f"{index}" for index in group]
-    scores = Scores(names, numbers, known, no, names, {"part": numbers}, [""] * rows, ~known, no)
+    scores = Scores(names, numbers, known, no, names, {"part": numbers}, [""] * rows, ~known, no, no)
     prompts = [Prompt(index, "", "", {}) for index in rewards]
     return Experience(prompts, rollout, scores, known, prompts[-1].index + 1, Sampled(rollout, scores), {})
 

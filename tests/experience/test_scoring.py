@@ -11,7 +11,7 @@ import pytest
 from p3o_jax.batch.types import Rollout
 from p3o_jax.devices.sharding import MeshShape, make_mesh
 from p3o_jax.experience.scoring import Scorer, Scores, score_metrics, without_variance
-from p3o_jax.rewards import ExactMatch, Function, Part, Prompt, Reward, Tags, WeightedSum
+from p3o_jax.rewards import ExactMatch, Function, NumericMatch, Part, Prompt, Reward, Tags, WeightedSum
 from p3o_jax.rewards.pool import Verifiers
 from p3o_jax.tasks import SortDigits
 from p3o_jax.tokenizers.text import CharTokenizer
@@ -31,7 +31,7 @@ class Judged(SortDigits):
 def make_rollout(*completions, truncated=()) -> Rollout:
     """Two responses a prompt, to prompts 7 and 9; garbage at padding."""
     encode = CharTokenizer().encode
-    tokens = np.full((len(completions), 16), 5, np.int32)
+    tokens = np.full((len(completions), 20), 5, np.int32)
     for i, text in enumerate(completions):
         tokens[i, 3 : 3 + len(text)] = encode(text)
     cut = np.isin(np.arange(len(completions)), truncated)
@@ -65,6 +65,24 @@ def test_completions_know_how_long_they_are():
     scores = score(TASK, make_rollout("34", "1", "12", "1234", truncated=[3]))
     assert [one.num_tokens for one in scores.completions] == [3, 2, 3, 4]
     assert [one.truncated for one in scores.completions] == [False, False, False, True]
+
+
+def test_completions_know_the_end_of_their_own_prompt():
+    scores = score(TASK, make_rollout("34", "1", "12", "1"))
+    assert {one.prompt_end for one in scores.completions} == {CharTokenizer().decode([5, 5, 5])}
+
+
+def test_answers_that_cannot_be_read_are_counted():
+    rollout = make_rollout("34", "3+4", "2 or 3", "")
+    scores = score(replace(Judged(length=2), reward=NumericMatch()), rollout)
+    assert scores.unreadable.tolist() == [False, False, False, False]  # nothing is marked: there is no answer
+    rollout = make_rollout("34", "Answer: 3+4", "Answer: 2x", "Answer: 12")
+    scores = score(replace(Judged(length=2), reward=NumericMatch()), rollout)
+    assert scores.unreadable.tolist() == [False, True, True, False]
+    metrics = metrics_of(scores, rollout)
+    assert metrics["reward/unreadable_answers"] == 2
+    assert metrics["reward/no_answer_fraction"] == 0
+    assert metrics["reward/mean"] == 0.5
 
 
 def test_a_reward_in_this_process_that_fails_ends_the_run_and_names_the_row():
@@ -111,7 +129,7 @@ def test_parts_are_logged():
 def make_scores(rewards, known) -> Scores:
     rewards, known = np.asarray(rewards, np.float32), np.asarray(known)
     no = np.zeros(len(rewards), bool)
-    return Scores([], rewards, known, no, [""] * len(rewards), {}, [""] * len(rewards), no, no)
+    return Scores([], rewards, known, no, [""] * len(rewards), {}, [""] * len(rewards), no, no, no)
 
 
 def test_groups_without_variance_are_those_of_the_rewards_that_are_known():

@@ -24,10 +24,10 @@ PROMPT = Prompt(0, "", "42", {})
 
 
 def test_a_completion_is_its_text_and_how_it_was_sampled():
-    completion = Completion("42", num_tokens=3, truncated=True)
+    completion = Completion("42", num_tokens=3, truncated=True, prompt_end="<think>")
     assert completion == "42"
     again = pickle.loads(pickle.dumps(completion))
-    assert (again, again.num_tokens, again.truncated) == ("42", 3, True)
+    assert (again, again.num_tokens, again.truncated, again.prompt_end) == ("42", 3, True, "<think>")
 
 
 def test_a_weighted_sum_and_its_parts():
@@ -48,6 +48,17 @@ def test_a_weighted_sum_and_its_parts():
     assert reward.part_names == ("answer", "form", "length")
     assert reward.quick
     assert not WeightedSum((Part("answer", NumericMatch()), Part("form", Matches(".*")))).quick
+
+
+def test_tags_that_the_prompt_has_opened():
+    good = "<think>seven</think><answer>odd</answer>"
+    rest = good.removeprefix("<think>")
+    assert Tags()(PROMPT, Completion(rest, prompt_end="assistant\n<think>\n")) == 1
+    assert Tags()(PROMPT, Completion(rest, prompt_end="assistant\n")) == 0  # it should have opened the tag itself
+    assert Tags()(PROMPT, Completion(good, prompt_end="assistant\n")) == 1
+    assert Tags()(PROMPT, Completion(good, prompt_end="<think>")) == 0  # twice
+    assert Tags()(PROMPT, rest) == Tags()(PROMPT, good) == 1  # a text that does not know its prompt
+    assert Tags()(PROMPT, "seven<answer>odd</answer>") == 0
 
 
 @pytest.mark.parametrize("name", ["mean", "verifier_errors", "a/b", ""])

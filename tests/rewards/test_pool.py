@@ -138,7 +138,7 @@ def test_mathematics_that_is_meant_to_hurt():
     pytest.importorskip("math_verify", reason="needs the extra 'tasks'")
     fractions = "\\frac{1}{" * 10_000 + "2" + "}" * 10_000
     rows = [
-        (PROMPT, "9**9**9**9"),
+        (PROMPT, "\\boxed{(10^{9})!}"),
         (PROMPT, "\\boxed{9^{9^{9^9}}}"),
         (PROMPT, f"\\boxed{{{fractions}}}"),
         (PROMPT, fractions),
@@ -152,10 +152,10 @@ def test_mathematics_that_is_meant_to_hurt():
         started = time.monotonic()
         found = pool(rows)
         assert time.monotonic() - started < 15
-    assert [type(one) for one in found] == [TimedOut, TimedOut, Failed, Graded, Graded, Failed, Failed, Graded]
+    assert [type(one) for one in found] == [TimedOut, TimedOut, Graded, Graded, Graded, Failed, Failed, Graded]
     assert [one.reward for one in (found[3], found[4], found[7])] == [0, 0, 1]
     assert found[4].answer == ""
-    assert "a final answer of" in found[2]
+    assert not found[2].readable  # longer than any answer
     assert "cannot be parsed" in found[5]
 
 

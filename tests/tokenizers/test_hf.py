@@ -105,6 +105,16 @@ def test_every_end_of_a_sequence_counts_and_the_tokenizers_own_is_first():
         HfTokenizer(nothing, 30)
 
 
+def test_special_tokens_that_are_tags_are_part_of_the_text():
+    """Field report: a reward that waits for <think> was 0 for ever, since decoding dropped it."""
+    made = tokenizers.Tokenizer.from_str(source().json)
+    made.add_special_tokens(["<think>", "</think>", "<pad>"])
+    tokenizer = HfTokenizer(TokenizerSource(made.to_str(), {"eos_token": "</s>", "pad_token": "<pad>"}, {}), 40)
+    text = "<think>ab</think>cd"
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert tokenizer.decode([*tokenizer.encode(text), 1, *tokenizer.encode("<pad><pad>")]) == text
+
+
 def test_ids_beyond_the_tokenizer_are_no_text_and_beyond_the_model_are_refused():
     tokenizer = HfTokenizer(source(), 40)
     assert tokenizer.vocab_size == 40

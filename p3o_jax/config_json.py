@@ -23,6 +23,7 @@ from cattrs.errors import ForbiddenExtraKeysError
 from cattrs.strategies import configure_union_passthrough
 from cattrs.v import format_exception
 
+from p3o_jax import program
 from p3o_jax.rewards.base import Function
 
 CLASS = "class"
@@ -51,8 +52,8 @@ def make_converter(open_types: Collection[Any], trusted: Collection[str] = ()) -
     def unstructure(value: Any) -> dict[str, Any]:
         cls = type(value)
         module = cls.__module__
-        if module == "__main__":  # an experiment that defines it, run by `python -m`
-            module = getattr(sys.modules[module].__spec__, "name", module)
+        if module == "__main__":  # an experiment that defines it
+            module = program.module_name() or module
         fields = cattrs.gen.make_dict_unstructure_fn(cls, converter)(value)
         return {CLASS: f"{module}:{cls.__qualname__}", **fields}
 
@@ -82,7 +83,7 @@ def find_class(path: str, kind: Any, trusted: Collection[str]) -> type:
     """
     module, _, name = path.partition(":")
     module = _MOVED.get(module, module)
-    loaded = sys.modules.get(module)
+    loaded = sys.modules.get("__main__" if module == program.module_name() else module)
     cls = vars(loaded).get(name) if isinstance(loaded, ModuleType) else None
     if cls is None:
         if not f"{module}.".startswith(f"{_PACKAGE}."):
@@ -108,9 +109,10 @@ def _name(kind: Any) -> str:
 def _check_trusted(module: str, what: str, trusted: Collection[str]) -> None:
     if any(f"{module}.".startswith(f"{name}.") for name in trusted):
         return
-    program = getattr(sys.modules.get("__main__"), "__spec__", None)
-    if program is not None and program.name == module:  # the experiment that runs
+    if module == program.module_name():  # the experiment that runs
         return
+    if module == "__main__":
+        raise ValueError(f"{what!r} was defined where nothing has a name, as in a notebook: it cannot be found again")
     if not all(part.isidentifier() for part in module.split(".")):  # nothing to be copied into a command line
         raise ValueError(f"there can be no module {module!r}")
     raise UntrustedError(

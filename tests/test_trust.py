@@ -164,7 +164,16 @@ def test_a_policy_needs_no_task(a_run, tmp_path, hostile, capsys):
         with pytest.raises(UntrustedError, match=f"{name}:Mine' is not .* give --trust {name}"):
             command.run([str(copy), *of_task])
     assert not mark.exists()
-    wanted = ["--prompts", "8", "--samples", "1", "--batch", "8", "--output", str(tmp_path / "out")]
+    wanted = [
+        "--num-prompts",
+        "8",
+        "--samples-per-prompt",
+        "1",
+        "--prompts-per-batch",
+        "8",
+        "--out",
+        str(tmp_path / "out"),
+    ]
     eval_command.run([str(copy), "--trust", "another.module", "--trust", name, *wanted])
     assert mark.exists() and (tmp_path / "out" / "sort_digits.json").exists()
 
@@ -172,7 +181,8 @@ def test_a_policy_needs_no_task(a_run, tmp_path, hostile, capsys):
 def test_an_objective_of_ones_own_does_not_matter_to_an_evaluation(a_run, tmp_path, hostile):
     name, mark = hostile
     copy = changed(a_run, tmp_path / "copy", objective={"class": f"{name}:MyObjective"})
-    eval_command.run([str(copy), "--prompts", "8", "--samples", "1", "--batch", "8", "--output", str(tmp_path / "out")])
+    flags = ["--num-prompts", "8", "--samples-per-prompt", "1", "--prompts-per-batch", "8"]
+    eval_command.run([str(copy), *flags, "--out", str(tmp_path / "out")])
     assert not mark.exists()
 
 

@@ -91,7 +91,8 @@ def find_class(path: str, kind: Any, trusted: Collection[str]) -> type:
         try:
             cls = vars(importlib.import_module(module)).get(name)
         except (ImportError, ValueError, TypeError) as error:
-            raise ValueError(f"cannot import {module!r}, for {path}: {error}") from error
+            where = "; run p3o where it can be found" if isinstance(error, ModuleNotFoundError) else ""
+            raise ValueError(f"cannot import {module!r}, for {path}: {error}{where}") from error
     if not (isinstance(cls, type) and dataclasses.is_dataclass(cls) and _is_kind(cls, kind)):
         raise ValueError(f"{path} is not a dataclass of the kind {_name(kind)}")
     return cls
@@ -139,8 +140,12 @@ def structured(converter: cattrs.Converter, data: Any, kind: Any, name: str = "c
         return converter.structure(data, kind)
     except Exception as error:
         reasons = transform_error(error, name, _reason)
-        wrong = UntrustedError if _is_untrusted(error) else ValueError
-        raise wrong("; ".join(reasons)) from error
+        if not _is_untrusted(error):
+            raise ValueError("; ".join(reasons)) from error
+        places = (reason.rpartition(" @ ") for reason in reasons)
+        raise UntrustedError(
+            "; ".join(f"{place}: {what}" for what, _, place in places)
+        ) from error  # ends with the flag
 
 
 def _reason(error: BaseException, expected: type | None) -> str:

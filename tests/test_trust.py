@@ -100,6 +100,7 @@ def test_nothing_is_imported_that_is_not_trusted(tmp_path, hostile, case):
     with pytest.raises(UntrustedError, match=rf"config\.json: .*give --trust {name}\b") as caught:
         load(path)
     assert "\n" not in str(caught.value)
+    assert str(caught.value).endswith(f"if you trust that, give --trust {name}")
     with pytest.raises(UntrustedError):
         load(path, trusted=[name[:-1], f"{name}.sub"])
     assert not mark.exists() and name not in sys.modules
@@ -107,6 +108,16 @@ def test_nothing_is_imported_that_is_not_trusted(tmp_path, hostile, case):
     assert not mark.exists()
     load(path, trusted=[name])
     assert mark.exists()
+
+
+def test_a_trusted_module_that_is_not_there(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(to_json(SMALL) | {"task": {"class": "not_there:Mine"}}))
+    with pytest.raises(ValueError, match="cannot import 'not_there', for not_there:Mine: .*; run p3o where it can be "):
+        load(path, trusted=["not_there"])
+    path.write_text(json.dumps(to_json(SMALL) | {"task": {"class": "__main__:Mine"}}))
+    with pytest.raises(ValueError, match="'__main__:Mine' was defined where nothing has a name, as in a notebook"):
+        load(path)
 
 
 @pytest.mark.parametrize(

@@ -33,12 +33,12 @@ def find_experiment(name: str) -> Experiment:
     """
     module = _module(name)
     if module is None:
-        looked = " nor ".join(str(path) for path, _, _ in _places(name))
-        raise ValueError(
-            f"no experiment {name!r}: there is neither {looked} nor an installed experiments.{name}"
-            if looked and not name.endswith(".py")
-            else f"no experiment {name!r}: give a file that is there, or the name of a module"
-        )
+        looked = [str(path) for path, _, _ in _places(name)]
+        if not looked:
+            raise ValueError(f"no experiment {name!r}: give the path of a file that ends in .py, or a module's name")
+        if not name.endswith(".py"):
+            looked.append(f"an installed experiments.{name}")
+        raise ValueError(f"no experiment {name!r}: looked for {', '.join(looked)}")
     variants = getattr(module, "VARIANTS", None)
     if not isinstance(variants, Mapping) or not variants:
         raise ValueError(f"experiment {name}: {module.__file__} has no VARIANTS, its configurations by name")

@@ -87,7 +87,7 @@ def p3o_command(*arguments: str) -> subprocess.CompletedProcess:
     ("arguments", "message"),
     [
         (["paint"], "unknown verb 'paint'"),
-        (["compile", "nothing", "--topology", "v5e:2x2"], "no experiment 'nothing': there is neither"),
+        (["compile", "nothing", "--topology", "v5e:2x2"], "no experiment 'nothing': looked for"),
         (["compile", "quickstart", "ppo", "--topology", "v5e:2x2"], "unknown variant 'ppo'"),
     ],
 )

@@ -113,7 +113,9 @@ def test_nothing_is_imported_that_is_not_trusted(tmp_path, hostile, case):
 def test_a_trusted_module_that_is_not_there(tmp_path):
     path = tmp_path / "config.json"
     path.write_text(json.dumps(to_json(SMALL) | {"task": {"class": "not_there:Mine"}}))
-    with pytest.raises(ValueError, match="cannot import 'not_there', for not_there:Mine: .*; run p3o where it can be "):
+    with pytest.raises(
+        ValueError, match=r"cannot import 'not_there', for not_there:Mine: .*; run p3o where it can be "
+    ):
         load(path, trusted=["not_there"])
     path.write_text(json.dumps(to_json(SMALL) | {"task": {"class": "__main__:Mine"}}))
     with pytest.raises(ValueError, match="'__main__:Mine' was defined where nothing has a name, as in a notebook"):

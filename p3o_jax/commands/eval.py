@@ -135,9 +135,9 @@ def _evaluate(
                 keep_completions=True,
             )
         settings = {
-            "model": asked.model,
+            "policy": asked.model,
             "step": policy.step,
-            "samples_per_prompt": asked.samples_per_prompt,
+            "samples": asked.samples_per_prompt,
             **asdict(asked.sampling()),
             "response_tokens": response_tokens,
             "precision": asdict(asked.formats()),

@@ -92,7 +92,7 @@ def test_a_random_model_is_a_model_everywhere(tmp_path, capsys):
     for out, task in (("own", []), ("other", ["--task", "quickstart:grpo", "--task", "p3o_jax.tasks:SortDigits"])):
         eval_command.run([*flags, *task, "random:quickstart", "--out", str(tmp_path / out)])
         settings = json.loads((tmp_path / out / "sort_digits.json").read_text())["settings"]
-        assert (settings["model"], settings["samples_per_prompt"]) == ("random:quickstart", 2)
+        assert (settings["policy"], settings["samples"]) == ("random:quickstart", 2)
     probe.run([*flags, "--task", "quickstart", "--precisions", "float32", "random:quickstart", "--out", str(tmp_path)])
     sample.run(["--response-tokens", "2", "random:quickstart", "012="])
     export.run(["random:quickstart", str(tmp_path / "exported")])

@@ -244,7 +244,7 @@ def module_directory_of(run_dir: Path) -> str | None:
     """Reads where the modules of a run's last start were found; None: it does not say, or not of this machine."""
     try:
         directory = json.loads((run_dir / "environment.json").read_bytes())[-1]["program"]["directory"]
-    except (OSError, ValueError, LookupError, TypeError):
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return None
     return directory if isinstance(directory, str) and os.path.isabs(directory) and os.path.isdir(directory) else None
 

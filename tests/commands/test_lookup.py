@@ -118,3 +118,10 @@ def test_a_record_that_names_no_directory_is_passed_over(here, directory):
     (here / "elsewhere").mkdir()
     make_findable(("found_there",), recorded(here / "run", directory))
     assert sys.path[-1] == str(here)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", "[" * 100_000])
+def test_a_record_that_cannot_be_read_is_passed_over(here, text):
+    (here / "environment.json").write_text(text)
+    make_findable(("found_there",), here)
+    assert sys.path[-1] == str(here)

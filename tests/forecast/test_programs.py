@@ -88,6 +88,7 @@ def p3o_command(*arguments: str) -> subprocess.CompletedProcess:
     [
         (["paint"], "unknown verb 'paint'"),
         (["compile", "nothing", "--topology", "v5e:2x2"], "no experiment 'nothing': looked for"),
+        (["compile", "--mesh.fsdp", "2", "quickstart", "--topology", "v5e:2x2"], "EXPERIMENT comes before --mesh.fsdp"),
         (["compile", "quickstart", "ppo", "--topology", "v5e:2x2"], "unknown variant 'ppo'"),
     ],
 )

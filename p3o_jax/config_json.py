@@ -142,10 +142,9 @@ def structured(converter: cattrs.Converter, data: Any, kind: Any, name: str = "c
         reasons = transform_error(error, name, _reason)
         if not _is_untrusted(error):
             raise ValueError("; ".join(reasons)) from error
+        # The place first: the flag to add is the last word.
         places = (reason.rpartition(" @ ") for reason in reasons)
-        raise UntrustedError(
-            "; ".join(f"{place}: {what}" for what, _, place in places)
-        ) from error  # ends with the flag
+        raise UntrustedError("; ".join(f"{place}: {what}" for what, _, place in places)) from error
 
 
 def _reason(error: BaseException, expected: type | None) -> str:

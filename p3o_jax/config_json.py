@@ -23,6 +23,7 @@ from cattrs.errors import ForbiddenExtraKeysError
 from cattrs.strategies import configure_union_passthrough
 from cattrs.v import format_exception
 
+from p3o_jax import program
 from p3o_jax.rewards.base import Function
 
 CLASS = "class"
@@ -51,8 +52,8 @@ def make_converter(open_types: Collection[Any], trusted: Collection[str] = ()) -
     def unstructure(value: Any) -> dict[str, Any]:
         cls = type(value)
         module = cls.__module__
-        if module == "__main__":  # an experiment that defines it, run by `python -m`
-            module = getattr(sys.modules[module].__spec__, "name", module)
+        if module == "__main__":  # an experiment that defines it
+            module = program.module_name() or module
         fields = cattrs.gen.make_dict_unstructure_fn(cls, converter)(value)
         return {CLASS: f"{module}:{cls.__qualname__}", **fields}
 
@@ -82,7 +83,7 @@ def find_class(path: str, kind: Any, trusted: Collection[str]) -> type:
     """
     module, _, name = path.partition(":")
     module = _MOVED.get(module, module)
-    loaded = sys.modules.get(module)
+    loaded = sys.modules.get("__main__" if module == program.module_name() else module)
     cls = vars(loaded).get(name) if isinstance(loaded, ModuleType) else None
     if cls is None:
         if not f"{module}.".startswith(f"{_PACKAGE}."):
@@ -90,7 +91,8 @@ def find_class(path: str, kind: Any, trusted: Collection[str]) -> type:
         try:
             cls = vars(importlib.import_module(module)).get(name)
         except (ImportError, ValueError, TypeError) as error:
-            raise ValueError(f"cannot import {module!r}, for {path}: {error}") from error
+            where = "; run p3o where it can be found" if isinstance(error, ModuleNotFoundError) else ""
+            raise ValueError(f"cannot import {module!r}, for {path}: {error}{where}") from error
     if not (isinstance(cls, type) and dataclasses.is_dataclass(cls) and _is_kind(cls, kind)):
         raise ValueError(f"{path} is not a dataclass of the kind {_name(kind)}")
     return cls
@@ -108,9 +110,10 @@ def _name(kind: Any) -> str:
 def _check_trusted(module: str, what: str, trusted: Collection[str]) -> None:
     if any(f"{module}.".startswith(f"{name}.") for name in trusted):
         return
-    program = getattr(sys.modules.get("__main__"), "__spec__", None)
-    if program is not None and program.name == module:  # the experiment that runs
+    if module == program.module_name():  # the experiment that runs
         return
+    if module == "__main__":
+        raise ValueError(f"{what!r} was defined where nothing has a name, as in a notebook: it cannot be found again")
     if not all(part.isidentifier() for part in module.split(".")):  # nothing to be copied into a command line
         raise ValueError(f"there can be no module {module!r}")
     raise UntrustedError(
@@ -137,8 +140,11 @@ def structured(converter: cattrs.Converter, data: Any, kind: Any, name: str = "c
         return converter.structure(data, kind)
     except Exception as error:
         reasons = transform_error(error, name, _reason)
-        wrong = UntrustedError if _is_untrusted(error) else ValueError
-        raise wrong("; ".join(reasons)) from error
+        if not _is_untrusted(error):
+            raise ValueError("; ".join(reasons)) from error
+        # The place first: the flag to add is the last word.
+        places = (reason.rpartition(" @ ") for reason in reasons)
+        raise UntrustedError("; ".join(f"{place}: {what}" for what, _, place in places)) from error
 
 
 def _reason(error: BaseException, expected: type | None) -> str:

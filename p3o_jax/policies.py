@@ -34,7 +34,7 @@ from p3o_jax.tokenizers.prompt_format import PromptFormat
 from p3o_jax.tokenizers.text import Tokenizer
 
 
-class Policy(NamedTuple):
+class LoadedPolicy(NamedTuple):
     """A model that can be asked, and where it comes from."""
 
     name: str
@@ -83,7 +83,7 @@ def load_policy(
     context_tokens: int | None = None,
     dtype: DTypeLike = jnp.float32,
     trusted: Sequence[str] = (),
-) -> Policy:
+) -> LoadedPolicy:
     """A policy by name. Called by all processes alike.
 
     Of a run, nothing that its configuration names is imported for it, unless its tokenizer is its task's own.
@@ -114,7 +114,7 @@ def load_policy(
     wishes = TransformerConfig(context_tokens=context_tokens or architecture.context_tokens)
     model = adapted(architecture, wishes)
     params = load_params(stored, model, mesh, dtype=dtype)
-    return Policy(name, model, params, pretrained.tokenizer(stored))
+    return LoadedPolicy(name, model, params, pretrained.tokenizer(stored))
 
 
 def _as_trained(name: str, stored: StoredModel, chat: bool, system_prompt: str | None) -> Pretrained:
@@ -157,7 +157,7 @@ def find_checkpoint(name: str) -> Path | None:
     return checkpoint
 
 
-def _of_run(name: str, checkpoint: Path, mesh: Mesh, dtype: DTypeLike, trusted: tuple[str, ...]) -> Policy:
+def _of_run(name: str, checkpoint: Path, mesh: Mesh, dtype: DTypeLike, trusted: tuple[str, ...]) -> LoadedPolicy:
     path = checkpoint.parents[1] / "config.json"
     architecture = load_architecture(path, trusted)
     model, pretrained = architecture.model, architecture.pretrained
@@ -169,7 +169,7 @@ def _of_run(name: str, checkpoint: Path, mesh: Mesh, dtype: DTypeLike, trusted: 
     finish = jax.jit(
         lambda params: jax.tree.map(lambda leaf: leaf.astype(dtype), merged(params, model.lora)), out_shardings=places
     )
-    return Policy(name, plain, finish(params), tokenizer, path, int(checkpoint.name), trusted)
+    return LoadedPolicy(name, plain, finish(params), tokenizer, path, int(checkpoint.name), trusted)
 
 
 def _own_tokenizer(path: Path, trusted: tuple[str, ...]) -> Tokenizer:
@@ -183,7 +183,7 @@ def _own_tokenizer(path: Path, trusted: tuple[str, ...]) -> Tokenizer:
         raise ValueError(f"{stored} is damaged: {error}") from error
 
 
-def random_policy(name: str, config: Config, mesh: Mesh) -> Policy:
+def random_policy(name: str, config: Config, mesh: Mesh) -> LoadedPolicy:
     """The model of a configuration as it is initialised, without adapters, which are 0 then.
 
     Raises:
@@ -199,7 +199,7 @@ def random_policy(name: str, config: Config, mesh: Mesh) -> Policy:
         return nnx.state(Transformer(model, vocab_size, nnx.Rngs(params=key)))
 
     params = jax.jit(create, out_shardings=places)(jax.random.key(config.seed))
-    return Policy(name, model, params, config.task.tokenizer, config)
+    return LoadedPolicy(name, model, params, config.task.tokenizer, config)
 
 
 def restore_params(path: Path, model: TransformerConfig, vocab_size: int, mesh: Mesh) -> nnx.State:

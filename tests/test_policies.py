@@ -22,7 +22,7 @@ from p3o_jax.models.lora import Lora
 from p3o_jax.models.rope import Llama3Rope
 from p3o_jax.models.stored.pretrained import Pretrained
 from p3o_jax.models.transformer import TransformerConfig, abstract_model
-from p3o_jax.policies import Policy, load_policy
+from p3o_jax.policies import LoadedPolicy, load_policy
 from p3o_jax.tasks import SortDigits
 from p3o_jax.train import train
 from tests.models.stored_models import copy_with_tokenizer
@@ -64,7 +64,7 @@ def run(tmp_path_factory) -> tuple[Path, dict[str, float]]:
     return directory / "run", train(config, directory / "run")
 
 
-def logits(policy: Policy) -> np.ndarray:
+def logits(policy: LoadedPolicy) -> np.ndarray:
     model = nnx.merge(abstract_model(policy.model, policy.tokenizer.vocab_size)[0], jax.device_get(policy.params))
     tokens = jnp.arange(1, 25, dtype=jnp.int32).reshape(2, 12)
     positions = jnp.broadcast_to(jnp.arange(12, dtype=jnp.int32), tokens.shape)

@@ -100,6 +100,7 @@ def test_nothing_is_imported_that_is_not_trusted(tmp_path, hostile, case):
     with pytest.raises(UntrustedError, match=rf"config\.json: .*give --trust {name}\b") as caught:
         load(path)
     assert "\n" not in str(caught.value)
+    assert str(caught.value).endswith(f"if you trust that, give --trust {name}")
     with pytest.raises(UntrustedError):
         load(path, trusted=[name[:-1], f"{name}.sub"])
     assert not mark.exists() and name not in sys.modules
@@ -107,6 +108,18 @@ def test_nothing_is_imported_that_is_not_trusted(tmp_path, hostile, case):
     assert not mark.exists()
     load(path, trusted=[name])
     assert mark.exists()
+
+
+def test_a_trusted_module_that_is_not_there(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(to_json(SMALL) | {"task": {"class": "not_there:Mine"}}))
+    with pytest.raises(
+        ValueError, match=r"cannot import 'not_there', for not_there:Mine: .*; run p3o where it can be "
+    ):
+        load(path, trusted=["not_there"])
+    path.write_text(json.dumps(to_json(SMALL) | {"task": {"class": "__main__:Mine"}}))
+    with pytest.raises(ValueError, match="'__main__:Mine' was defined where nothing has a name, as in a notebook"):
+        load(path)
 
 
 @pytest.mark.parametrize(
@@ -164,7 +177,16 @@ def test_a_policy_needs_no_task(a_run, tmp_path, hostile, capsys):
         with pytest.raises(UntrustedError, match=f"{name}:Mine' is not .* give --trust {name}"):
             command.run([str(copy), *of_task])
     assert not mark.exists()
-    wanted = ["--prompts", "8", "--samples", "1", "--batch", "8", "--output", str(tmp_path / "out")]
+    wanted = [
+        "--num-prompts",
+        "8",
+        "--samples-per-prompt",
+        "1",
+        "--prompts-per-batch",
+        "8",
+        "--out",
+        str(tmp_path / "out"),
+    ]
     eval_command.run([str(copy), "--trust", "another.module", "--trust", name, *wanted])
     assert mark.exists() and (tmp_path / "out" / "sort_digits.json").exists()
 
@@ -172,7 +194,8 @@ def test_a_policy_needs_no_task(a_run, tmp_path, hostile, capsys):
 def test_an_objective_of_ones_own_does_not_matter_to_an_evaluation(a_run, tmp_path, hostile):
     name, mark = hostile
     copy = changed(a_run, tmp_path / "copy", objective={"class": f"{name}:MyObjective"})
-    eval_command.run([str(copy), "--prompts", "8", "--samples", "1", "--batch", "8", "--output", str(tmp_path / "out")])
+    flags = ["--num-prompts", "8", "--samples-per-prompt", "1", "--prompts-per-batch", "8"]
+    eval_command.run([str(copy), *flags, "--out", str(tmp_path / "out")])
     assert not mark.exists()
 
 

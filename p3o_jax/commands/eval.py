@@ -4,148 +4,148 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
+from tyro.conf import arg
 
-from p3o_jax.commands.trust import Trust, trusting
+from p3o_jax.commands.arguments import Directory, ModelArguments, OptionalCount, RowArguments, SamplingArguments
 from p3o_jax.devices.sharding import MeshShape
-from p3o_jax.tasks.faults import UnusableRows
 from p3o_jax.terminal import say
 
+if TYPE_CHECKING:
+    from jax.sharding import Mesh
 
-@dataclass(frozen=True)
-class Arguments:
+    from p3o_jax.policies import LoadedPolicy
+    from p3o_jax.rewards.pool import Verifiers
+    from p3o_jax.tasks import Task
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arguments(RowArguments, SamplingArguments, ModelArguments):
     """What to evaluate, and how."""
 
-    policy: tyro.conf.Positional[str]
-    """A run directory (its newest checkpoint, or RUN@STEP), a directory in Hugging Face format, a .gguf file, or
-    smollm2-135m."""
-    task: tuple[str, ...] = ()
+    task: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, arg(metavar="TASK")] = ()
     """LAYOUT:FILE with a layout of docs/tasks.md (gsm8k:test.jsonl, math500:test.jsonl, aime:*.parquet, ...),
-    reasoning_gym:DATASET, or module:function that returns a task; several of them. Default: the run's own."""
-    prompts: int | None = None
+    reasoning_gym:DATASET, EXPERIMENT[:VARIANT], or module:function that returns a task. May be given again. Default:
+    the run's own."""
+    num_prompts: OptionalCount = None
     """Prompts of each task. Default: all of a file, 256 of a procedural task."""
-    samples: int = 4
-    """Completions of each prompt: pass@1, pass@2, ... pass@SAMPLES, majority@SAMPLES, each with its standard error over
-    prompts. 0: none."""
+    samples_per_prompt: int = 4
+    """Responses to each prompt: pass@1, pass@2, ... pass@N, majority@N, each with its standard error over prompts.
+    0: none."""
+    prompts_per_batch: int = 32
+    """Prompts that are sampled at once, over all devices."""
+    response_tokens: OptionalCount = None
+    """Longest response. Default: the task's."""
     greedy: bool = False
-    """Judge the most likely completion of each prompt too."""
-    temperature: float = 1.0
-    """Logits are divided by it."""
-    top_k: int | None = None
-    """Only the so many most likely tokens."""
-    top_p: float = 1.0
-    """Only the smallest set of most likely tokens that has this mass."""
-    min_p: float = 0.0
-    """Only tokens at least so many times as likely as the most likely one."""
-    response_tokens: int | None = None
-    """Longest completion. Default: the task's."""
-    batch: int = 32
-    """Prompts sampled at a time, over all devices."""
-    precision: str | None = None
-    """WEIGHTS[/ACTIVATIONS[/KV_CACHE]]; what is left out is bfloat16. Default: float32 on a CPU, else bfloat16."""
-    chat: bool = True
-    """Of a published model: put the prompts into its chat template, if it has one."""
-    system_prompt: str | None = None
-    """Of a published model: what the system says first."""
-    verifier_timeout_seconds: float = 5.0
-    """A verifier that takes longer is killed, and its completion counted as failed."""
-    unusable_rows: UnusableRows | None = None
-    """What becomes of rows whose text the tokenizer refuses, or whose answer the reward cannot judge: refuse to
-    evaluate, or leave_out such rows. Default: as the task says, which refuses if it is not told otherwise."""
-    mesh: Annotated[MeshShape, tyro.conf.arg(name="mesh")] = field(default_factory=MeshShape)
-    """Which devices work."""
+    """Judge the most likely response to each prompt too."""
+    mesh: MeshShape = MeshShape()
+    """How the devices share the work."""
     seed: int = 0
-    """The completions are a function of it."""
-    output: Path | None = None
-    """Directory for NAME.json, NAME.jsonl and NAME.md. Default: runs/eval/POLICY/TIME."""
-    trust: Trust = ()
-    """A module that a run's config.json may name, besides p3o_jax's own: it is imported, and so run. Repeatable."""
+    """Everything random is a function of it."""
+    out: Directory = None
+    """Directory for NAME.json, NAME.jsonl and NAME.md. Default: runs/eval/MODEL/TIME."""
 
 
 def run(arguments: Sequence[str]) -> None:
     """Evaluates on each task, prints the results and writes them with every completion."""
     asked = tyro.cli(Arguments, args=list(arguments), prog="p3o eval", description=__doc__)
+    _check(asked)
 
+    from p3o_jax.commands.lookup import task_named
+    from p3o_jax.devices import sharding
+    from p3o_jax.devices.cache import enable_compilation_cache
+    from p3o_jax.experience.row_checks import Checks, usable
+    from p3o_jax.rewards.pool import Verifiers
+
+    verifiers = Verifiers(timeout_seconds=asked.verifier_timeout_seconds)
+    tasks = [task_named(specification) for specification in asked.task]
+    mesh = sharding.make_mesh(asked.mesh)
+    enable_compilation_cache()
+    policy = asked.open(mesh)
+    if not tasks and policy.origin is None:
+        raise ValueError(f"eval: {asked.model} is no run, which would have a task of its own: give --task")
+    checks = Checks(policy.tokenizer, verifiers, ("evaluation",), unusable_rows=asked.unusable_rows)
+    tasks = [usable(task, checks) for task in tasks or [policy.task]]
+    name = Path(asked.model).name.replace("@", "_step_").replace(":", "_")
+    out = asked.out or Path("runs", "eval", name, time.strftime("%Y-%m-%d_%H-%M-%S"))
+    _evaluate(asked, policy, tasks, verifiers, mesh, out)
+    say(f"{out}: results (.json), completions (.jsonl) and a table of some (.md)")
+
+
+def _check(asked: Arguments) -> None:
+    """Checks what is asked, before anything is loaded.
+
+    Raises:
+        ValueError: impossible numbers.
+        FileExistsError: there are results where they should go.
+    """
+    from p3o_jax.sampler.sampling import check_seed
+
+    if asked.samples_per_prompt < 0 or (asked.samples_per_prompt == 0 and not asked.greedy):
+        raise ValueError(f"eval: samples_per_prompt={asked.samples_per_prompt}: give at least 1, or 0 with --greedy")
+    for name in ("num_prompts", "prompts_per_batch", "response_tokens"):
+        value = getattr(asked, name)
+        if value is not None and value < 1:
+            raise ValueError(f"eval: {name}={value} must be at least 1")
+    check_seed(asked.seed)
+    asked.sampling()
+    asked.formats()
+    if asked.out is not None and any(asked.out.glob("*.json")):
+        raise FileExistsError(f"{asked.out} has results: give another --out")
+
+
+def _evaluate(
+    asked: Arguments, policy: LoadedPolicy, tasks: Sequence[Task], verifiers: Verifiers, mesh: Mesh, out: Path
+) -> None:
+    """Evaluates on each component of each task; prints the results, and writes them to `out`."""
     import jax
 
     from p3o_jax.devices import sharding
-    from p3o_jax.devices.cache import enable_compilation_cache
-    from p3o_jax.devices.precision import parse
     from p3o_jax.evaluation.evaluate import evaluate
     from p3o_jax.evaluation.files import readable, write_evaluation
     from p3o_jax.experience.prompts import encoded, evaluation_sets_of
-    from p3o_jax.experience.row_checks import Checks, usable
     from p3o_jax.experience.scoring import Scorer
-    from p3o_jax.policies import load_policy
-    from p3o_jax.rewards.pool import Verifiers
-    from p3o_jax.sampler import Sampler, Sampling, SamplingLimits
-    from p3o_jax.sampler.sampling import check_seed
-    from p3o_jax.tasks.specification import task_of
+    from p3o_jax.sampler import Sampler, SamplingLimits, Weights
 
-    if asked.samples < 0 or (asked.samples == 0 and not asked.greedy):
-        raise ValueError(f"eval: samples={asked.samples}: give at least 1, or 0 with --greedy")
-    if asked.batch < 1 or (asked.prompts is not None and asked.prompts < 1):
-        raise ValueError(f"eval: batch={asked.batch} and prompts={asked.prompts} must be at least 1")
-    check_seed(asked.seed)
-    sampling = Sampling(asked.temperature, asked.top_k, asked.top_p, asked.min_p)
-    if asked.output is not None and any(asked.output.glob("*.json")):
-        raise FileExistsError(f"{asked.output} has results: give another --output")
-    verifiers = Verifiers(timeout_seconds=asked.verifier_timeout_seconds)
-    precision = parse(asked.precision or ("float32" if jax.default_backend() == "cpu" else "bfloat16"))
-    tasks = [task_of(specification) for specification in asked.task]
-    mesh = sharding.make_mesh(asked.mesh)
-    batch = -(-asked.batch // sharding.num_batch_shards(mesh)) * sharding.num_batch_shards(mesh)
-    enable_compilation_cache()
-    policy = load_policy(
-        asked.policy, mesh, chat=asked.chat, system_prompt=asked.system_prompt, trusted=trusting(asked.trust)
-    )
-    if not tasks and policy.origin is None:
-        raise ValueError(f"eval: {asked.policy} is no run, which would have a task of its own: give --task")
-    checks = Checks(policy.tokenizer, verifiers, ("evaluation",), unusable_rows=asked.unusable_rows)
-    tasks = [usable(task, checks) for task in tasks or [policy.task]]
+    shards, tokenizer = sharding.num_batch_shards(mesh), policy.tokenizer
     components = [one for task in tasks for one in task.components]
-    name = Path(asked.policy).name.replace("@", "_step_")
-    output = asked.output or Path("runs", "eval", name, time.strftime("%Y-%m-%d_%H-%M-%S"))
-    sets = [encoded(prompts, policy.tokenizer) for task in tasks for prompts in evaluation_sets_of(task, asked.prompts)]
+    sets = [encoded(prompts, tokenizer) for task in tasks for prompts in evaluation_sets_of(task, asked.num_prompts)]
     prompt_tokens = max(len(ids) for prompts in sets for _, ids in prompts)  # one program serves all tasks
-    samplers: dict[int, Sampler] = {}
+    samplers: dict[int, tuple[Sampler, Weights]] = {}
     for task, prompts in zip(components, sets, strict=True):
         response_tokens = asked.response_tokens or task.max_response_tokens
         if response_tokens not in samplers:
-            limits = SamplingLimits(prompt_tokens, response_tokens, policy.tokenizer.eos_ids)
-            samplers[response_tokens] = Sampler(policy.model, policy.tokenizer.vocab_size, limits, precision, mesh)
-            weights = samplers[response_tokens].publish(policy.params, policy.step)
-        sampler = samplers[response_tokens]
-        with Scorer(task, policy.tokenizer, verifiers) as scorer:
+            limits = SamplingLimits(prompt_tokens, response_tokens, tokenizer.eos_ids)
+            sampler = Sampler(policy.model, tokenizer.vocab_size, limits, asked.formats(), mesh)
+            samplers[response_tokens] = sampler, sampler.publish(policy.params, policy.step)
+        with Scorer(task, tokenizer, verifiers) as scorer:
             result = evaluate(
-                sampler,
-                weights,
+                *samplers[response_tokens],
                 scorer,
                 prompts,
                 key=jax.random.key(asked.seed),
-                num_samples=asked.samples,
-                sampling=sampling,
+                num_samples=asked.samples_per_prompt,
+                sampling=asked.sampling(),
                 greedy=asked.greedy,
-                prompts_per_batch=batch,
+                prompts_per_batch=-(-asked.prompts_per_batch // shards) * shards,
                 keep_completions=True,
             )
         settings = {
-            "policy": asked.policy,
+            "policy": asked.model,
             "step": policy.step,
-            "samples": asked.samples,
-            **asdict(sampling),
+            "samples": asked.samples_per_prompt,
+            **asdict(asked.sampling()),
             "response_tokens": response_tokens,
-            "precision": asdict(precision),
+            "precision": asdict(asked.formats()),
             "chat": asked.chat,
             "system_prompt": asked.system_prompt,
             "seed": asked.seed,
         }
-        write_evaluation(output, task.name, result.metrics, result.completions, settings)
+        write_evaluation(out, task.name, result.metrics, result.completions, settings)
         say(task.name)
         for tag, value in readable(result.metrics):
             say(f"  {tag:22} {value}")
-    say(f"{output}: results (.json), completions (.jsonl) and a table of some (.md)")

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 import logging
 import math
 import os
+import shlex
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -17,15 +17,14 @@ from typing import Annotated, Any, get_args, get_type_hints
 import jax
 import numpy as np
 import tyro
-from jax.sharding import Mesh
 
+from p3o_jax import program
 from p3o_jax.commands.output import closed_output_ends_quietly
 from p3o_jax.config import Config
 from p3o_jax.devices import processes
 from p3o_jax.devices.cache import enable_compilation_cache
 from p3o_jax.devices.processes import ElsewhereError
 from p3o_jax.devices.profiling import parse_steps
-from p3o_jax.policies import Policy, load_policy, random_policy
 from p3o_jax.runs.preemption import Preempted
 from p3o_jax.terminal import escape_warnings, say, shown
 from p3o_jax.train import train
@@ -48,7 +47,7 @@ class Run:
 
 
 def run_experiment(name: str, description: str, variants: Mapping[str, Config]) -> None:
-    """`python -m experiments.NAME [VARIANT] [--overrides]`; without a variant, all of them, one after another.
+    """`python exp.py [VARIANT] [--overrides]`; without a variant, all of them, one after another.
 
     Exits with one line and status 1 or, if it is the command line that is wrong, 2; with status 0 if it was asked to
     end and can be continued.
@@ -61,7 +60,7 @@ def run_experiment(name: str, description: str, variants: Mapping[str, Config]) 
 def _run_experiment(name: str, description: str, variants: Mapping[str, Config]) -> None:
     arguments = sys.argv[1:]
     try:
-        runs = parse(name, description, variants, arguments)
+        runs = parse(_typed(), description, variants, arguments)
         if any(run.distributed for run in runs.values()):
             processes.initialize()
         enable_compilation_cache()
@@ -72,9 +71,8 @@ def _run_experiment(name: str, description: str, variants: Mapping[str, Config])
             run_dirs[variant] = run.run_dir or Path("runs", name, variant, time.strftime("%Y-%m-%d_%H-%M-%S"))
             say(f"{name} {variant}: {run_dirs[variant]}")
             started = time.perf_counter()
-            command = [sys.executable, "-m", f"experiments.{name}", *arguments]
             steps = parse_steps(run.profile_steps)
-            train(run.config, run_dirs[variant], resume=run.resume, argv=command, profile_steps=steps)
+            train(run.config, run_dirs[variant], resume=run.resume, argv=program.command(), profile_steps=steps)
             seconds[variant] = time.perf_counter() - started
     except BrokenPipeError:
         raise
@@ -99,11 +97,17 @@ def _run_experiment(name: str, description: str, variants: Mapping[str, Config])
         print(f"Curves: {tensorboard} --logdir {os.path.relpath(logdir)}")
 
 
-def parse(name: str, description: str, variants: Mapping[str, Config], arguments: Sequence[str]) -> dict[str, Run]:
-    """The runs that a command line asks for, by variant."""
+def _typed() -> str:
+    """Says what starts this program: `python exp.py`, `python -m experiments.NAME`."""
+    typed = program.command()
+    of_python = typed[1:3] if typed[1] == "-m" else typed[1:2]
+    return shlex.join(["python", *of_python])
+
+
+def parse(command: str, description: str, variants: Mapping[str, Config], arguments: Sequence[str]) -> dict[str, Run]:
+    """The runs that the arguments of a command ask for, by variant."""
     if arguments and arguments[0] in ("-h", "--help"):
         known = "\n".join(f"  {variant:12} {describe(config)}" for variant, config in variants.items())
-        command = f"python -m experiments.{name}"
         print(f"{description}\n\nusage: {command} [VARIANT] [--flags]\n\nvariants (without one, all):\n{known}\n")
         print(f"flags: {command} {next(iter(variants))} --help")
         sys.exit(0)
@@ -114,7 +118,7 @@ def parse(name: str, description: str, variants: Mapping[str, Config], arguments
         variant: tyro.cli(
             Run,
             default=Run(with_parts(variants[variant], flags)),
-            prog=f"python -m experiments.{name} {variant}",
+            prog=f"{command} {variant}",
             description=f"{description} This variant: {describe(variants[variant])}.",
             args=flags,
             config=(tyro.conf.AvoidSubcommands,),
@@ -148,37 +152,6 @@ def with_parts(of: Any, flags: Sequence[str], prefix: str = "--") -> Any:
             with suppress(*[ValueError] if asked else []):  # parts that exclude each other
                 of = replace(of, **{field.name: with_parts(part, flags, name)})
     return of
-
-
-def configuration(name: str) -> Config:
-    """The configuration of EXPERIMENT[:VARIANT], a module of experiments/ in the working directory.
-
-    Raises:
-        ValueError: there is no such experiment or variant.
-    """
-    experiment, _, variant = name.partition(":")
-    sys.path.insert(0, os.getcwd())
-    try:
-        variants = importlib.import_module(f"experiments.{experiment}").VARIANTS
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"no experiment {experiment!r} in {os.getcwd()}/experiments: {error}") from error
-    if variant and variant not in variants:
-        raise ValueError(f"unknown variant {variant!r} of {experiment}; choose from {', '.join(variants)}")
-    return variants[variant or next(iter(variants))]
-
-
-def open_policy(
-    name: str, mesh: Mesh, *, chat: bool = True, system_prompt: str | None = None, trusted: Sequence[str] = ()
-) -> Policy:
-    """A policy as `load_policy` knows it, or random:EXPERIMENT[:VARIANT], the model of an experiment as initialised.
-
-    Raises:
-        FileNotFoundError: there is no such model, run or checkpoint.
-        ValueError: it cannot be read, or there is no such experiment.
-    """
-    if name.startswith("random:"):
-        return random_policy(name, configuration(name.partition(":")[2]), mesh)
-    return load_policy(name, mesh, chat=chat, system_prompt=system_prompt, trusted=trusted)
 
 
 def describe(config: Config) -> str:

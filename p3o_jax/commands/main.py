@@ -9,7 +9,7 @@ from types import ModuleType
 from p3o_jax.commands.output import closed_output_ends_quietly
 from p3o_jax.terminal import escape_warnings, shown
 
-VERBS = ("compile", "convert", "eval", "export", "probe", "report", "runs", "sample")
+VERBS = ("compile", "convert", "eval", "export", "init", "probe", "report", "runs", "sample")
 
 
 def _module(verb: str) -> ModuleType:

@@ -8,18 +8,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
+from tyro.conf import arg
 
-from p3o_jax.commands.trust import Trust, trusting
+from p3o_jax.commands.arguments import Counts, Directory, ModelArguments, Numbers, OptionalCount, Words
 from p3o_jax.devices.sharding import MeshShape
 
 if TYPE_CHECKING:
     from flax import nnx
     from jax.sharding import Mesh
 
-    from p3o_jax.policies import Policy
+    from p3o_jax.policies import LoadedPolicy
+    from p3o_jax.probe import Report, Settings
 
 LADDER = (
     "float32",
@@ -35,97 +37,63 @@ LADDER = (
 )
 
 
-@dataclass(frozen=True)
-class Arguments:
+@dataclass(frozen=True, kw_only=True)
+class Arguments(ModelArguments):
     """What to probe."""
 
-    model: tyro.conf.Positional[str]
-    """A run directory (its newest checkpoint, RUN@STEP or RUN@best), a directory in Hugging Face format, a .gguf file,
-    smollm2-135m, or random:EXPERIMENT[:VARIANT] for that experiment's model as it is initialised."""
-    prompts: Path | None = None
+    prompts: Annotated[Path | None, arg(metavar="FILE")] = None
     """A UTF-8 text file with a prompt a line; empty lines are passed over. Default: the evaluation prompts of the
     task."""
-    task: str | None = None
-    """EXPERIMENT[:VARIANT] whose task the prompts are of. Default: the run's own."""
+    task: Annotated[str | None, arg(metavar="TASK")] = None
+    """Whose prompts are taken: LAYOUT:FILE with a layout of docs/tasks.md, reasoning_gym:DATASET, EXPERIMENT[:VARIANT],
+    or module:function that returns a task. Default: the run's own."""
     num_prompts: int = 64
     """Prompts, from the start of the file or of the evaluation set."""
-    response_tokens: int | None = None
+    samples_per_prompt: int = 4
+    """Responses to each prompt."""
+    prompts_per_batch: int = 16
+    """Prompts that are sampled at once, over all devices."""
+    response_tokens: OptionalCount = None
     """Longest response. Default: the task's; 128 for a file of prompts."""
-    precisions: tuple[str, ...] = LADDER
-    """WEIGHTS[@tensor | @BLOCK][+PART...][/ACTIVATIONS[/KV_CACHE]] each; what is left out is bfloat16."""
-    temperatures: tuple[float, ...] = (1.0,)
+    precisions: Words = LADDER
+    """The sampler's: WEIGHTS[@tensor | @BLOCK][+PART...][/ACTIVATIONS[/KV_CACHE]] each; what is left out is
+    bfloat16."""
+    temperatures: Numbers = (1.0,)
     """The sampler's."""
-    staleness: tuple[int, ...] = (0,)
+    staleness: Counts = (0,)
     """Steps that the sampler's weights are older than the learner's; other than 0 needs a run with those
     checkpoints."""
     learner_temperature: float = 1.0
     """Temperature of the policy that would be trained."""
     learner_dtype: Literal["float32", "bfloat16"] | None = None
     """The learner's compute dtype. Default: the run's; float32 for a published model."""
-    samples_per_prompt: int = 4
-    """Responses to each prompt."""
-    prompts_per_batch: int = 16
-    """Prompts that are sampled at once."""
-    chat: bool = True
-    """Of a published model: put prompts into its chat template, if it has one."""
-    system_prompt: str | None = None
-    """Of a published model: what the system says first."""
     mesh: MeshShape = MeshShape()
     """How the devices share the work."""
     seed: int = 0
     """Everything random is a function of it."""
     top_tokens: int = 5
     """Tokens shown of every cell: those on which the two sides disagree most."""
-    out: Path | None = None
+    out: Directory = None
     """Directory for probe.json and probe.png. Default: runs/probe/TIME."""
-    trust: Trust = ()
-    """A module that a run's config.json may name, besides p3o_jax's own: it is imported, and so run. Repeatable."""
 
 
 def run(arguments: Sequence[str]) -> None:
     """Prints a table with what it means, and writes it as JSON and as a heat map."""
     asked = tyro.cli(Arguments, args=list(arguments), prog="p3o probe", description=__doc__)
 
-    from p3o_jax.commands.experiment import open_policy
     from p3o_jax.devices import sharding
     from p3o_jax.devices.cache import enable_compilation_cache
-    from p3o_jax.devices.precision import describe, parse
     from p3o_jax.policies import find_checkpoint
-    from p3o_jax.probe import Prober, Report, Settings, report
-    from p3o_jax.runs.directory import write_atomically
+    from p3o_jax.probe import Prober
     from p3o_jax.sampler import SamplingLimits
     from p3o_jax.terminal import say
 
-    settings = Settings(
-        precisions=tuple(dict.fromkeys(map(parse, asked.precisions))),
-        temperatures=tuple(dict.fromkeys(asked.temperatures)),
-        samples_per_prompt=asked.samples_per_prompt,
-        prompts_per_batch=asked.prompts_per_batch,
-        learner_temperature=asked.learner_temperature,
-        top_tokens=asked.top_tokens,
-        seed=asked.seed,
-    )
-    ages = sorted(set(asked.staleness))
-    if not ages or ages[0] < 0:
-        raise ValueError(f"probe: staleness must be one or more numbers of steps, got {asked.staleness}")
-    if asked.num_prompts < 1:
-        raise ValueError(f"probe: num_prompts must be at least 1, got {asked.num_prompts}")
-    if asked.prompts is not None and asked.task is not None:
-        raise ValueError("probe: give --prompts or --task, not both")
+    settings, ages = _settings(asked), sorted(set(asked.staleness))
     newest = find_checkpoint(asked.model)
-    if ages[-1] > 0 and newest is None:
-        raise ValueError(
-            f"probe: staleness {ages[-1]} needs a run, whose checkpoints are its past; {asked.model} is none"
-        )
-    if asked.prompts is not None and not asked.prompts.exists():
-        raise FileNotFoundError(f"probe: there is no file of prompts {asked.prompts}")
-    if not (newest or asked.model.startswith("random:") or asked.prompts or asked.task):
-        raise ValueError(f"probe: {asked.model} has no task of its own; give --prompts FILE or --task EXPERIMENT")
+    _check(asked, ages, is_run=newest is not None)
     enable_compilation_cache()
     mesh = sharding.make_mesh(asked.mesh)
-    policy = open_policy(
-        asked.model, mesh, chat=asked.chat, system_prompt=asked.system_prompt, trusted=trusting(asked.trust)
-    )
+    policy = asked.open(mesh)
     policies = _policies(newest, ages, policy, mesh)
     prompts, limit = _prompts(asked, policy)
     shards = sharding.num_batch_shards(mesh)
@@ -143,21 +111,81 @@ def run(arguments: Sequence[str]) -> None:
 
     device = mesh.devices.flat[0].device_kind
     say(f"{asked.model} (step {policy.step}), {len(prompts)} prompts x {asked.samples_per_prompt}, on {device}")
+    _describe(settings, device)
+    about = {"model": asked.model, "step": policy.step, "device": device, "command": ["p3o", "probe", *arguments]}
+    found = prober.run(prompts, policy.params, policies, found=partial(_keep, about=about, out=out))
+    _show(found, asked, out)
+
+
+def _settings(asked: Arguments) -> Settings:
+    """Reads what is probed.
+
+    Raises:
+        ValueError: an unknown format, or an impossible number.
+    """
+    from p3o_jax.devices.precision import parse
+    from p3o_jax.probe import Settings
+
+    return Settings(
+        precisions=tuple(dict.fromkeys(map(parse, asked.precisions))),
+        temperatures=tuple(dict.fromkeys(asked.temperatures)),
+        samples_per_prompt=asked.samples_per_prompt,
+        prompts_per_batch=asked.prompts_per_batch,
+        learner_temperature=asked.learner_temperature,
+        top_tokens=asked.top_tokens,
+        seed=asked.seed,
+    )
+
+
+def _check(asked: Arguments, ages: Sequence[int], *, is_run: bool) -> None:
+    """Checks what is asked, before anything is loaded.
+
+    Raises:
+        ValueError: impossible numbers, or no prompts.
+        FileNotFoundError: there is no such file of prompts.
+    """
+    if ages[0] < 0:
+        raise ValueError(f"probe: staleness must be one or more numbers of steps, got {asked.staleness}")
+    if asked.num_prompts < 1:
+        raise ValueError(f"probe: num_prompts must be at least 1, got {asked.num_prompts}")
+    if asked.prompts is not None and asked.task is not None:
+        raise ValueError("probe: give --prompts or --task, not both")
+    if ages[-1] > 0 and not is_run:
+        raise ValueError(
+            f"probe: staleness {ages[-1]} needs a run, whose checkpoints are its past; {asked.model} is none"
+        )
+    if asked.prompts is not None and not asked.prompts.exists():
+        raise FileNotFoundError(f"probe: there is no file of prompts {asked.prompts}")
+    if not (is_run or asked.model.startswith("random:") or asked.prompts or asked.task):
+        raise ValueError(f"probe: {asked.model} has no task of its own; give --prompts FILE or --task TASK")
+
+
+def _describe(settings: Settings, device: str) -> None:
+    """Prints which formats the device computes in, and which are emulated."""
+    from p3o_jax.devices.precision import describe
+
     for precision in settings.precisions:
         products, cache = (line.partition(": ")[2] for line in describe(precision, device))
         print(f"  {precision}: {products}; {cache}")
 
-    about = {"model": asked.model, "step": policy.step, "device": device, "command": ["p3o", "probe", *arguments]}
 
-    def keep(known: Report) -> None:
-        write_atomically(out / "probe.json", report.to_json(known, about))
-        cell = known.cells[-1] if known.cells else known.equal_precision
-        floor = "" if known.cells else ", the noise floor"
-        print(f"  {report.name(cell)}{floor}: ESS {cell.mismatch.ess:.5f}", file=sys.stderr, flush=True)
+def _keep(known: Report, *, about: dict[str, Any], out: Path) -> None:
+    """Writes what is known so far, and says what is new."""
+    from p3o_jax.probe import report
+    from p3o_jax.runs.directory import write_atomically
 
-    found = prober.run(prompts, policy.params, policies, found=keep)
+    write_atomically(out / "probe.json", report.to_json(known, about))
+    cell = known.cells[-1] if known.cells else known.equal_precision
+    floor = "" if known.cells else ", the noise floor"
+    print(f"  {report.name(cell)}{floor}: ESS {cell.mismatch.ess:.5f}", file=sys.stderr, flush=True)
+
+
+def _show(found: Report, asked: Arguments, out: Path) -> None:
+    """Prints the table and what it means, and draws it."""
+    from p3o_jax.probe import report
+    from p3o_jax.terminal import say
+
     report.heat_map(found, out / "probe.png", f"ESS of {Path(asked.model).name} against its sampler")
-
     print(f"\n{report.table(found)}\n")
     for line in report.explanation(found):
         print(line)
@@ -169,7 +197,7 @@ def run(arguments: Sequence[str]) -> None:
 
 
 def _policies(
-    newest: Path | None, ages: Sequence[int], policy: Policy, mesh: Mesh
+    newest: Path | None, ages: Sequence[int], policy: LoadedPolicy, mesh: Mesh
 ) -> dict[int, Callable[[], nnx.State]]:
     """The parameters that are so many steps older than a policy's, each to be loaded when it is called."""
     from p3o_jax.policies import find_checkpoint, load_policy
@@ -196,9 +224,9 @@ def _policies(
     return policies
 
 
-def _prompts(asked: Arguments, policy: Policy) -> tuple[list[tuple[int, list[int]]], int]:
+def _prompts(asked: Arguments, policy: LoadedPolicy) -> tuple[list[tuple[int, list[int]]], int]:
     """Prompts, each with its index (in a file, its line from 0), and the longest response."""
-    from p3o_jax.commands.experiment import configuration
+    from p3o_jax.commands.lookup import task_named
     from p3o_jax.experience.prompts import evaluation_prompts
     from p3o_jax.experience.row_checks import Checks, usable
     from p3o_jax.json_lines import read_text_lines
@@ -208,7 +236,7 @@ def _prompts(asked: Arguments, policy: Policy) -> tuple[list[tuple[int, list[int
         if not texts:
             raise ValueError(f"probe: there is no prompt in {asked.prompts}")
     else:
-        task = policy.task if asked.task is None else configuration(asked.task).task
+        task = policy.task if asked.task is None else task_named(asked.task)
         task = usable(task, Checks(policy.tokenizer, None, ("evaluation",)))
         texts = [(prompt.index, prompt.text) for prompt in evaluation_prompts(task, asked.num_prompts)]
         limit = task.max_response_tokens

@@ -5,23 +5,26 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import tyro
+from tyro.conf import Positional, arg
 
+from p3o_jax.commands.arguments import Directory
 from p3o_jax.terminal import say
 
 
-@dataclass(frozen=True)
-class Report:
+@dataclass(frozen=True, kw_only=True)
+class Arguments:
     """Runs, finished or not, in one HTML file that needs no other."""
 
-    runs: tyro.conf.Positional[tuple[Path, ...]]
+    runs: Annotated[Positional[tuple[Path, ...]], arg(metavar="RUN...")]
     """Run directories, or directories that hold some."""
-    out: Path = Path("report.html")
+    out: Annotated[Path, arg(metavar="FILE")] = Path("report.html")
     """The file."""
-    figures: Path | None = None
+    figures: Directory = None
     """A directory for every figure as SVG and PNG."""
-    title: str = "P3O runs"
+    title: Annotated[str, arg(metavar="TEXT")] = "P3O runs"
     """Title of the page."""
     most_tokens: int = 200_000
     """Tokens of rollouts that go into the page; each takes about 25 bytes."""
@@ -29,7 +32,7 @@ class Report:
 
 def run(arguments: Sequence[str]) -> None:
     """Writes the report."""
-    asked = tyro.cli(Report, prog="p3o report", args=list(arguments))
+    asked = tyro.cli(Arguments, args=list(arguments), prog="p3o report", description=__doc__)
     if not asked.runs:
         raise ValueError("p3o report: name at least one run directory, such as runs/quickstart")
 

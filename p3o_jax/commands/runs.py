@@ -8,15 +8,16 @@ from pathlib import Path
 from typing import Annotated
 
 import tyro
+from tyro.conf import Positional, arg
 
 from p3o_jax.terminal import say
 
 
-@dataclass(frozen=True)
-class Runs:
+@dataclass(frozen=True, kw_only=True)
+class Arguments:
     """Lists the runs under a directory."""
 
-    directory: Annotated[Path, tyro.conf.Positional] = Path("runs")
+    directory: Annotated[Positional[Path], arg(metavar="[DIR]")] = Path("runs")
     """Where to look, at any depth."""
 
 
@@ -26,7 +27,7 @@ def run(arguments: Sequence[str]) -> None:
     Raises:
         ValueError: there are none.
     """
-    asked = tyro.cli(Runs, prog="p3o runs", args=arguments)
+    asked = tyro.cli(Arguments, args=list(arguments), prog="p3o runs", description=__doc__)
     found = sorted(asked.directory.glob("**/config.json"), key=lambda path: path.stat().st_mtime)
     if not found:
         raise ValueError(f"no runs in {asked.directory}")

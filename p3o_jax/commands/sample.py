@@ -8,58 +8,42 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
 import tyro
+from tyro.conf import Positional, arg
 
-from p3o_jax.commands.trust import Trust, trusting
+from p3o_jax.commands.arguments import Counts, ModelArguments, SamplingArguments
 from p3o_jax.devices.sharding import MeshShape
 
 if TYPE_CHECKING:
+    from p3o_jax.batch.types import Rollout
+    from p3o_jax.policies import LoadedPolicy
     from p3o_jax.tokenizers.text import Tokenizer
 
 
-@dataclass(frozen=True)
-class Arguments:
+@dataclass(frozen=True, kw_only=True)
+class Arguments(SamplingArguments, ModelArguments):
     """What to complete, and how."""
 
-    model: tyro.conf.Positional[str]
-    """A run directory (its newest checkpoint, RUN@STEP or RUN@best), a directory in Hugging Face format, a .gguf file,
-    smollm2-135m, or random:EXPERIMENT[:VARIANT] for that experiment's model as it is initialised."""
-    prompt: tyro.conf.Positional[str | None] = None
+    prompt: Annotated[Positional[str | None], arg(metavar="[PROMPT]")] = None
     """The prompt. Default: standard input."""
+    samples_per_prompt: int = 1
+    """Completions; of one alone the text comes as it is drawn."""
     response_tokens: int = 256
     """Longest completion."""
-    samples: int = 1
-    """Completions; of one alone the text comes as it is drawn."""
-    temperature: float = 1.0
-    """Logits are divided by it."""
-    top_k: int | None = None
-    """Only the so many most likely tokens."""
-    top_p: float = 1.0
-    """Only the smallest set of most likely tokens that has this mass."""
-    min_p: float = 0.0
-    """Only tokens at least so many times as likely as the most likely one."""
     greedy: bool = False
-    """Take the most likely token instead of drawing, with none of the settings above; its log-prob is then 0."""
-    precision: str | None = None
-    """WEIGHTS[@tensor | @BLOCK][+PART...][/ACTIVATIONS[/KV_CACHE]]; what is left out is bfloat16. Default: float32 on
-    a CPU, else bfloat16."""
+    """Take the most likely token instead of drawing, with none of temperature, top-k, top-p and min-p; its log-prob is
+    then 0."""
     log_probs: bool = False
     """Print every token with its log-probability under the distribution it was drawn from."""
-    stop_ids: tuple[int, ...] = ()
+    stop_ids: Counts = ()
     """Tokens that end a completion besides the model's own."""
-    chat: bool = True
-    """Of a published model: put the prompt into its chat template, if it has one."""
-    system_prompt: str | None = None
-    """Of a published model: what the system says first."""
     mesh: MeshShape = MeshShape(data=1)
     """Which devices work; --mesh.tensor shares a model that is too large for one."""
     seed: int = 0
-    """The completion is a function of it."""
-    trust: Trust = ()
-    """A module that a run's config.json may name, besides p3o_jax's own: it is imported, and so run. Repeatable."""
+    """Everything random is a function of it."""
 
 
 def run(arguments: Sequence[str]) -> None:
@@ -68,33 +52,53 @@ def run(arguments: Sequence[str]) -> None:
 
     import jax
 
-    from p3o_jax.batch.types import FinishReason, responses
-    from p3o_jax.commands.experiment import open_policy
     from p3o_jax.devices import sharding
     from p3o_jax.devices.cache import enable_compilation_cache
-    from p3o_jax.devices.precision import parse
     from p3o_jax.experience.batches import check_log_probs
     from p3o_jax.sampler import Requests, Sampler, Sampling, SamplingLimits
     from p3o_jax.sampler.sampling import check_seed
-    from p3o_jax.terminal import say, shown
+    from p3o_jax.terminal import shown
 
-    if asked.samples < 1 or asked.response_tokens < 1:
+    if asked.samples_per_prompt < 1 or asked.response_tokens < 1:
         raise ValueError(
-            f"sample: samples={asked.samples} and response_tokens={asked.response_tokens} must be at least 1"
+            f"sample: samples_per_prompt={asked.samples_per_prompt} and response_tokens={asked.response_tokens} must "
+            "be at least 1"
         )
     check_seed(asked.seed)
-    sampling = Sampling(asked.temperature, asked.top_k, asked.top_p, asked.min_p)
+    sampling, precision = asked.sampling(), asked.formats()
     if asked.greedy and sampling != Sampling():
         raise ValueError("sample: --greedy draws nothing: leave out temperature, top-k, top-p and min-p")
-    default = "float32" if jax.default_backend() == "cpu" else "bfloat16"
-    precision = parse(asked.precision or default)
     shape = asked.mesh
     count = abs(shape.data) * shape.fsdp * shape.tensor * shape.slice if shape.data > 0 else jax.device_count()
     mesh = sharding.make_mesh(shape, jax.devices()[:count])
     enable_compilation_cache()
-    policy = open_policy(
-        asked.model, mesh, chat=asked.chat, system_prompt=asked.system_prompt, trusted=trusting(asked.trust)
-    )
+    policy = asked.open(mesh)
+    ids = _encoded_prompt(asked, policy)
+    limits = SamplingLimits(len(ids), asked.response_tokens, policy.tokenizer.eos_ids, asked.stop_ids)
+    sampler = Sampler(policy.model, policy.tokenizer.vocab_size, limits, precision, mesh)
+    weights = sampler.publish(policy.params, policy.step)
+
+    alone = asked.samples_per_prompt == 1
+    typed = Typed(policy.tokenizer, set(limits.eos_ids + limits.stop_ids), lambda piece: sys.stdout.write(shown(piece)))
+    shards = sharding.num_batch_shards(mesh)  # which all need a prompt, and answer it alike
+    with _ended_by_signals():
+        key = jax.random.key(asked.seed)
+        requests = Requests([ids] * shards, [0] * shards, key, asked.samples_per_prompt, sampling, greedy=asked.greedy)
+        rollout = sampler.generate(weights, requests, on_draw=typed if alone else None)
+        jax.effects_barrier()
+    rollout = jax.tree.map(lambda leaf: leaf[: asked.samples_per_prompt], sharding.to_local(rollout))
+    check_log_probs(rollout, rollout.action_mask)
+    if alone:
+        typed.finish()
+    _print(rollout, policy.tokenizer, texts=not alone, log_probs=asked.log_probs)
+
+
+def _encoded_prompt(asked: Arguments, policy: LoadedPolicy) -> Sequence[int]:
+    """Tokenises the prompt, which may come on standard input.
+
+    Raises:
+        ValueError: it is empty, or too long for the model.
+    """
     text = asked.prompt
     if text is None and sys.stdin is not None:
         text = sys.stdin.read().rstrip("\n")
@@ -106,39 +110,25 @@ def run(arguments: Sequence[str]) -> None:
             f"sample: the prompt has {len(ids)} tokens: with a response of {asked.response_tokens} more than the "
             f"model's context of {policy.model.context_tokens}; give fewer --response-tokens, or a shorter prompt"
         )
-    limits = SamplingLimits(len(ids), asked.response_tokens, policy.tokenizer.eos_ids, asked.stop_ids)
-    sampler = Sampler(policy.model, policy.tokenizer.vocab_size, limits, precision, mesh)
-    weights = sampler.publish(policy.params, policy.step)
+    return ids
 
-    typed = Typed(policy.tokenizer, set(limits.eos_ids + limits.stop_ids), lambda piece: sys.stdout.write(shown(piece)))
-    shards = sharding.num_batch_shards(mesh)  # which all need a prompt, and answer it alike
-    with _ended_by_signals():
-        key = jax.random.key(asked.seed)
-        requests = Requests([ids] * shards, [0] * shards, key, asked.samples, sampling, greedy=asked.greedy)
-        rollout = sampler.generate(weights, requests, on_draw=typed if asked.samples == 1 else None)
-        jax.effects_barrier()
-    rollout = jax.tree.map(lambda leaf: leaf[: asked.samples], sharding.to_local(rollout))
-    check_log_probs(rollout, rollout.action_mask)
-    if asked.samples == 1:
-        typed.finish()
+
+def _print(rollout: Rollout, tokenizer: Tokenizer, *, texts: bool, log_probs: bool) -> None:
+    """Prints completions under headings: their texts, their tokens with log-probs, or both."""
+    from p3o_jax.batch.types import FinishReason, responses
+    from p3o_jax.terminal import say
+
     for row, completion in enumerate(responses(rollout)):
-        drawn, log_probs = (
-            array[row, rollout.action_mask[row]] for array in (rollout.tokens, rollout.behaviour_log_probs)
-        )
-        length, total = len(drawn), float(log_probs.sum())
+        actions = rollout.action_mask[row]
+        drawn, log_prob_of = rollout.tokens[row, actions].tolist(), rollout.behaviour_log_probs[row, actions]
         reason = FinishReason(int(rollout.finish_reason[row])).name.lower()
-        heading = f"{length} tokens, ended by {reason}, log-prob {total:.3f}"
-        if asked.samples > 1:
-            say(f"--- {row + 1}: {heading}\n{policy.tokenizer.decode(completion)}")
-        if asked.log_probs:
-            if asked.samples == 1:
-                print(f"--- {heading}")
-            for token, log_prob in zip(
-                drawn.tolist(),
-                log_probs.tolist(),
-                strict=True,
-            ):
-                print(f"{log_prob:10.4f}  {math.exp(log_prob):7.2%}  {token:7d}  {policy.tokenizer.decode([token])!r}")
+        heading = f"{len(drawn)} tokens, ended by {reason}, log-prob {float(log_prob_of.sum()):.3f}"
+        if texts:
+            say(f"--- {row + 1}: {heading}\n{tokenizer.decode(completion)}")
+        elif log_probs:
+            print(f"--- {heading}")
+        for token, log_prob in zip(drawn, log_prob_of.tolist(), strict=True) if log_probs else ():
+            print(f"{log_prob:10.4f}  {math.exp(log_prob):7.2%}  {token:7d}  {tokenizer.decode([token])!r}")
 
 
 @contextmanager

@@ -77,7 +77,7 @@ def abstract_batch(parts: Parts) -> Batch:
     """What the learner is given in an update, as shapes: rows of full length, the most there can be."""
     config, learner = parts.config, parts.learner
     arguments, options = abstract_sampler_arguments(parts)
-    rollout: Rollout = jax.eval_shape(lambda *arrays: _sampler(parts).sample(*arrays, **options), *arguments)
+    rollout: Rollout = jax.eval_shape(lambda *arrays: _sampler(parts).program(*arrays, **options), *arguments)
     one_row = jax.tree.map(lambda leaf: np.zeros((1, *leaf.shape[1:]), leaf.dtype), rollout)
     batch = make_batch(one_row, np.zeros(1, np.float32), learner_temperature=config.learner_temperature, step=0)
     batch = _rows(batch, config.prompts_per_step // config.minibatches * config.samples_per_prompt, parts.mesh)
@@ -144,7 +144,7 @@ def report(
     yield from _sampler_flops(parts, num_rows, parts.engine.mesh.size)
     yield f"  weights a device, {config.precision}: {_gib(device_bytes(_sampler(parts).abstract_weights())).strip()}"
     others = device_bytes(state) + remembered - device_bytes(_sampler(parts).abstract_weights())
-    yield from _compiled(lambda: _sampler(parts).sample.lower(*arguments, **options), others, "learner", chip)
+    yield from _compiled(lambda: _sampler(parts).program.lower(*arguments, **options), others, "learner", chip)
 
 
 def _update_flops(parts: Parts, rows: int, tokens: int, num_devices: int, chip: Chip | None) -> Iterator[str]:

@@ -21,6 +21,7 @@ from multiprocessing.connection import Connection, wait
 from types import FunctionType, TracebackType
 from typing import Any
 
+from p3o_jax import program
 from p3o_jax.rewards.base import Graded, Prompt, Reward, import_function
 
 _START_SECONDS = 120.0
@@ -193,12 +194,12 @@ class _Worker:
 
 
 class _Pickler(pickle.Pickler):
-    """What an experiment run by `python -m` defines is pickled under the experiment's own name, not `__main__`."""
+    """What an experiment defines is pickled under the experiment's own name, not `__main__`."""
 
     def reducer_override(self, thing: Any) -> Any:
         """How classes and functions of the main program are found again."""
         if getattr(thing, "__module__", None) == "__main__" and isinstance(thing, type | FunctionType):
-            name = getattr(sys.modules["__main__"].__spec__, "name", None)
+            name = program.module_name()
             if name is not None:
                 return import_function, (f"{name}:{thing.__qualname__}",)
         return NotImplemented

@@ -3,7 +3,7 @@
 config.json        the complete configuration
 tokenizer.json     the tokenizer of a model that is trained from scratch, of characters or bytes
 command.txt        the command of every start, one a line
-environment.json   versions, devices, commit; one record a start
+environment.json   versions, devices, commit, where the program's modules are; one record a start
 status.json        what the run is doing (`runs.status`)
 lock               held by the process that writes (by the first of several hosts)
 metrics.jsonl, events.out.tfevents.*, rollouts/, evaluations/, checkpoints/, nonfinite/     as the run writes them
@@ -28,6 +28,8 @@ from types import TracebackType
 from typing import IO, Any
 
 import jax
+
+from p3o_jax import program
 
 MAY_DIFFER = (
     "num_steps", "evaluate_every", "save_every", "keep_checkpoints", "keep_every", "write_rollouts_every",
@@ -215,13 +217,18 @@ def write_atomically(path: Path, text: str) -> None:
 
 def environment() -> dict[str, Any]:
     """What a result can depend on besides the configuration. Starts the JAX backend."""
-    devices = jax.devices()
+    devices, directory = jax.devices(), program.module_directory()
     return {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "host": platform.node(),
         "platform": platform.platform(),
         "python": sys.version.split()[0],
         "commit": _commit(),
+        "program": {
+            "module": program.module_name(),
+            "directory": None if directory is None else str(directory),  # that its modules are found from
+            "working_directory": os.getcwd(),
+        },
         "backend": jax.default_backend(),
         "devices": {"kind": devices[0].device_kind, "count": len(devices), "processes": jax.process_count()},
         "variables": {
@@ -231,6 +238,15 @@ def environment() -> dict[str, Any]:
         },
         "packages": _packages(),
     }
+
+
+def module_directory_of(run_dir: Path) -> str | None:
+    """Reads where the modules of a run's last start were found; None: it does not say, or not of this machine."""
+    try:
+        directory = json.loads((run_dir / "environment.json").read_bytes())[-1]["program"]["directory"]
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+        return None
+    return directory if isinstance(directory, str) and os.path.isabs(directory) and os.path.isdir(directory) else None
 
 
 @cache

@@ -50,7 +50,7 @@ class Options(NamedTuple):
     on_draw: OnDraw | None = None  # told of every token as it is drawn, on the host
 
 
-class Limits(NamedTuple):
+class DecodeLimits(NamedTuple):
     """What the loop is compiled for, whatever it is asked."""
 
     eos_ids: tuple[int, ...]
@@ -83,13 +83,13 @@ class _Loop(NamedTuple):
     rows: _Rows
 
 
-def sample(
+def draw_responses(
     model: Transformer,
     requests: Padded,
     key: Array,
     policy_version: Int[Array, ""],
     options: Options,
-    limits: Limits,
+    limits: DecodeLimits,
 ) -> Rollout:
     """Responses of one device's rows, ordered by prompt, then sample.
 
@@ -110,9 +110,7 @@ def sample(
         array[prompt_of] for array in (requests.length, requests.response_limit, requests.prompt_index)
     )
     settings = jax.tree.map(lambda array: array[prompt_of], requests.sampling)
-    row_keys = jax.vmap(lambda prompt, sample: jax.random.fold_in(jax.random.fold_in(key, prompt), sample))(
-        index, jnp.asarray(sample_of)
-    )
+    row_keys = _row_keys(key, index, jnp.asarray(sample_of))
     like_rows = partial(sharding.match_variance, like=length)
 
     prompt_logits, prompt_cache = _prefill(model, requests, slots, limits.cache_format)
@@ -167,6 +165,10 @@ def sample(
     )
 
 
+def _row_keys(key: Array, prompt: Int[Array, " R"], sample: Int[Array, " R"]) -> Array:
+    return jax.vmap(lambda one, other: jax.random.fold_in(jax.random.fold_in(key, one), other))(prompt, sample)
+
+
 @jax.named_scope("prefill")
 def _prefill(
     model: Transformer, requests: Padded, slots: int, cache_format: str
@@ -194,7 +196,9 @@ def _prefill(
     return logits.reshape(-1, logits.shape[-1])[:num_prompts], jax.tree.map(whole, cache)
 
 
-def _empty_rows(requests: Padded, prompt_of: np.ndarray, options: Options, limits: Limits, vocab_size: int) -> _Rows:
+def _empty_rows(
+    requests: Padded, prompt_of: np.ndarray, options: Options, limits: DecodeLimits, vocab_size: int
+) -> _Rows:
     """The prompts, with room for the responses."""
     like_rows = partial(sharding.match_variance, like=requests.length)
     room = ((0, 0), (0, limits.total_tokens - requests.tokens.shape[1]))
@@ -217,7 +221,7 @@ def _draw(
     settings: RowSampling,
     row_keys: Array,
     options: Options,
-    limits: Limits,
+    limits: DecodeLimits,
 ) -> _Loop:
     """Draws a token for every slot that works; a slot whose row ends with it is free."""
     num_rows = len(length)

@@ -87,7 +87,7 @@ class Sampler:
         self.limits, self.precision, self.mesh = limits, precision, mesh
         self._vocab_size = vocab_size
         self._format = WeightFormat(config, vocab_size, precision, mesh, learner_mesh)
-        self._decode_limits = decode.Limits(
+        self._decode_limits = decode.DecodeLimits(
             limits.eos_ids,
             limits.stop_ids,
             limits.response_tokens,
@@ -95,7 +95,7 @@ class Sampler:
             None if limits.slots is None else limits.slots // shards,
             precision.kv_cache,
         )
-        self.sample = jax.jit(self._sharded_sample, static_argnames="options")
+        self.program = jax.jit(self._sharded, static_argnames="options")
         """The compiled part of a call: weights, requests and key -> rollout."""
 
     def publish(self, params: nnx.State, version: int = 0) -> Weights:
@@ -133,7 +133,7 @@ class Sampler:
         padded, truncation = self.padded(asked)
         truncation = NOTHING_CUT if asked.greedy else truncation
         options = Options(asked.num_samples, asked.greedy, truncation, asked.support, on_draw)
-        return self.sample(weights, sharding.to_global(padded, self.mesh), asked.key, options=options)
+        return self.program(weights, sharding.to_global(padded, self.mesh), asked.key, options=options)
 
     def padded(self, asked: Requests) -> tuple[Padded, Truncation]:
         """Checks and pads the prompts, on the host, to the width and truncation that all processes' prompts need."""
@@ -164,12 +164,12 @@ class Sampler:
         )
         return requests, Truncation(int(top_k) or None, bool(top_p), bool(min_p))
 
-    def _sharded_sample(self, weights: Weights, requests: Padded, key: Array, *, options: Options) -> Rollout:
+    def _sharded(self, weights: Weights, requests: Padded, key: Array, *, options: Options) -> Rollout:
         rows, whole = sharding.batch_spec(self.mesh), PartitionSpec()
 
         def local(weights: Weights, requests: Padded, key: Array) -> Rollout:
             model = nnx.merge(self._format.graphdef, weights.params)
-            return decode.sample(model, requests, key, weights.version, options, self._decode_limits)
+            return decode.draw_responses(model, requests, key, weights.version, options, self._decode_limits)
 
         in_specs = (Weights(self._format.specs, whole), rows, whole)
         return jax.shard_map(local, mesh=self.mesh, in_specs=in_specs, out_specs=rows)(weights, requests, key)

@@ -30,7 +30,8 @@ def task_of(specification: str) -> Task:
         return ReasoningGym(rest)
     if not rest:
         raise ValueError(
-            f"task {specification!r}: give LAYOUT:FILE ({', '.join(LAYOUTS)}), reasoning_gym:DATASET or module:function"
+            f"task {specification!r}: give LAYOUT:FILE ({', '.join(LAYOUTS)}), reasoning_gym:DATASET, "
+            "EXPERIMENT[:VARIANT] or module:function"
         )
     function = import_function(specification)
     try:

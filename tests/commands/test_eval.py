@@ -35,8 +35,18 @@ def a_run(tmp_path_factory):
 
 
 def test_a_run_on_its_own_task(a_run, tmp_path, capsys):
-    flags = ["--prompts", "11", "--samples", "2", "--greedy", "--temperature", "0.7", "--output", str(tmp_path)]
-    command.run([str(a_run), "--batch", "4", *flags])
+    flags = [
+        "--num-prompts",
+        "11",
+        "--samples-per-prompt",
+        "2",
+        "--greedy",
+        "--temperature",
+        "0.7",
+        "--out",
+        str(tmp_path),
+    ]
+    command.run([str(a_run), "--prompts-per-batch", "4", *flags])
     results = json.loads((tmp_path / "sort_digits.json").read_text())
     assert results["results"]["num_prompts"] == 11
     assert {"pass@1", "pass@2", "majority@2", "greedy", "verifier_errors"} <= results["results"].keys()
@@ -52,12 +62,12 @@ def test_a_run_on_its_own_task(a_run, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--samples", "0"], "samples=0: give at least 1, or 0 with --greedy"),
+        (["--samples-per-prompt", "0"], "samples_per_prompt=0: give at least 1, or 0 with --greedy"),
         (["--temperature", "0"], "temperature must be positive"),
         (["--task", "gsm9k:x"], "cannot import gsm9k"),
         (["--task", "gsm8k"], r"give LAYOUT:FILE \(aime, amc, .*gsm8k"),
         (["--task", "json:loads"], "'json:loads' cannot be called without arguments"),
-        (["--prompts", "0"], "must be at least 1"),
+        (["--num-prompts", "0"], "must be at least 1"),
         (["--seed", "-1"], "seed must be at least 0"),
     ],
 )
@@ -75,5 +85,5 @@ def test_tasks_by_name():
 
 def test_results_are_not_written_over(tmp_path):
     (tmp_path / "sort.json").touch()
-    with pytest.raises(FileExistsError, match="has results: give another --output"):
-        command.run([str(tmp_path / "nothing"), "--output", str(tmp_path)])
+    with pytest.raises(FileExistsError, match="has results: give another --out"):
+        command.run([str(tmp_path / "nothing"), "--out", str(tmp_path)])

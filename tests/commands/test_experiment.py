@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -95,6 +96,15 @@ def test_a_program_that_is_wrongly_called_shows_no_traceback(tmp_path):
     result = subprocess.run([*command, "--run-dir", str(tmp_path / "run")], capture_output=True, text=True, timeout=120)
     assert result.returncode == 1
     assert result.stderr == "error: staleness must not be negative, got -1\n"
+
+
+@pytest.mark.parametrize("started", ["-m experiments.quickstart", "experiments/quickstart.py"])
+def test_a_command_is_shown_as_it_is_typed(started):
+    root = Path(__file__).parents[2]
+    command, environment = [sys.executable, *started.split(), "--help"], os.environ | {"PYTHONPATH": str(root)}
+    said = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=root, env=environment).stdout
+    assert f"usage: python {started} [VARIANT] [--flags]" in said
+    assert f"flags: python {started} p3o --help" in said
 
 
 def test_help_explains_every_field(capsys):

@@ -48,7 +48,7 @@ def test_a_streamed_completion_is_the_one_of_the_sampler(capsys):
     log_probs = [float(match[1]) for match in shown]
     assert float(heading.rpartition(" ")[2]) == pytest.approx(sum(log_probs), abs=1e-3)
     np.testing.assert_allclose([float(match[2]) / 100 for match in shown], np.exp(log_probs), atol=1e-4)
-    both = sampled(capsys, "--samples", "2", "--temperature", "2", "--top-k", "5")
+    both = sampled(capsys, "--samples-per-prompt", "2", "--temperature", "2", "--top-k", "5")
     first, second = (part.split("\n")[1] for part in both.split("--- ")[1:])
     assert first == text != second
 
@@ -91,7 +91,7 @@ def test_an_empty_prompt_is_not_standard_input(monkeypatch):
         (["--precision", "int7"], "precision.weights must be one of"),
         (["--stop-ids", "100000"], r"stop ids \[100000\] are outside the vocabulary"),
         (["--response-tokens", "5000"], "the prompt has 4 tokens: .* context of 4096; give fewer"),
-        (["--samples", "0"], "samples=0"),
+        (["--samples-per-prompt", "0"], "samples_per_prompt=0"),
         (["--seed", "4294967296"], "seed must be at least 0 and below"),
         (["--greedy", "--temperature", "2"], "--greedy draws nothing: leave out temperature"),
         (["--mesh.tensor", "3"], "tensor=3 does not divide"),

@@ -87,7 +87,8 @@ def p3o_command(*arguments: str) -> subprocess.CompletedProcess:
     ("arguments", "message"),
     [
         (["paint"], "unknown verb 'paint'"),
-        (["compile", "nothing", "--topology", "v5e:2x2"], "No module named 'experiments.nothing'"),
+        (["compile", "nothing", "--topology", "v5e:2x2"], "no experiment 'nothing': looked for"),
+        (["compile", "--mesh.fsdp", "2", "quickstart", "--topology", "v5e:2x2"], "EXPERIMENT comes before --mesh.fsdp"),
         (["compile", "quickstart", "ppo", "--topology", "v5e:2x2"], "unknown variant 'ppo'"),
     ],
 )
@@ -138,7 +139,7 @@ def test_the_weights_of_a_compiled_sampler_take_what_their_format_promises():
     )
     options = Options(4, False, NOTHING_CUT, None)
     key = jax.eval_shape(jax.random.key, 0)
-    compiled = sampler.sample.lower(sampler.abstract_weights(), requests, key, options=options).compile()
+    compiled = sampler.program.lower(sampler.abstract_weights(), requests, key, options=options).compile()
 
     heads, kv_heads = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
     products = c.embed_dim * (2 * heads + 2 * kv_heads + 3 * c.mlp_dim)

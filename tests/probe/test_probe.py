@@ -287,7 +287,7 @@ def test_a_line_is_a_prompt(tmp_path):
     path = tmp_path / "prompts.txt"
     path.write_bytes("\ufeff12=\r\n\r\n3\f4=\r\n".encode())
     policy = SimpleNamespace(tokenizer=CharTokenizer("0123456789=\f"), config=None, model=MODEL)
-    asked = command.Arguments("m", prompts=path, response_tokens=8)
+    asked = command.Arguments(model="m", prompts=path, response_tokens=8)
     prompts, limit = command._prompts(asked, policy)
     assert [(i, policy.tokenizer.decode(ids)) for i, ids in prompts] == [(0, "12="), (2, "3\f4=")]
     assert limit == 8
@@ -304,7 +304,7 @@ def test_what_is_measured_is_kept(tmp_path, monkeypatch):
         return seen[-1]
 
     monkeypatch.setattr(Prober, "_cell", interrupted)
-    arguments = ["random:quickstart", "--precisions", "bfloat16", "int8", "--num-prompts", "8", "--out", str(tmp_path)]
+    arguments = ["random:quickstart", "--precisions", "bfloat16,int8", "--num-prompts", "8", "--out", str(tmp_path)]
     with pytest.raises(KeyboardInterrupt):
         command.run([*arguments, "--prompts-per-batch", "8", "--samples-per-prompt", "2", "--response-tokens", "2"])
     kept = json.loads((tmp_path / "probe.json").read_text())
@@ -329,7 +329,7 @@ def test_what_is_measured_is_kept(tmp_path, monkeypatch):
             "prompt 0 of the task has 11 tokens: .* context of 4096",
         ),
         (["random:quickstart", "--prompts", "no/such"], "there is no file of prompts no/such"),
-        (["smollm2-135m"], "smollm2-135m has no task of its own; give --prompts FILE or --task EXPERIMENT"),
+        (["smollm2-135m"], "smollm2-135m has no task of its own; give --prompts FILE or --task TASK"),
         (["random:nothing"], "no experiment 'nothing'"),
         (["random:quickstart:ppo"], "unknown variant 'ppo'"),
         (["no/such/run"], "no/such/run"),

@@ -39,7 +39,7 @@ def test_no_token_copies_the_cache(platform, monkeypatch):
     sampler = Sampler(CONFIG, 40, limits, Precision(), mesh)
     requests, truncation = sampler.requests([[1] * 16] * SLOTS, range(SLOTS), AS_THEY_ARE)
     arguments = (sampler.abstract_weights(), to_global(requests, mesh), jax.random.key(0))
-    compiled = sampler.sample.lower(*arguments, options=Options(2, False, truncation, None)).compile()
+    compiled = sampler.program.lower(*arguments, options=Options(2, False, truncation, None)).compile()
     decoding = hlo.instructions_in_open_loops(compiled.as_text())
     of_cache = [each.name for each in decoding if each.size_bytes in (OF_LAYER, CONFIG.num_layers * OF_LAYER)]
     assert "dynamic-update-slice" in of_cache  # a slot is refilled
@@ -81,7 +81,7 @@ def test_no_token_copies_the_cache_on_a_tpu():
         lambda leaf: jax.ShapeDtypeStruct((16, *leaf.shape[1:]), leaf.dtype, sharding=place), request
     )
     arguments = (sampler.abstract_weights(), requests, jax.eval_shape(lambda: jax.random.key(0)))
-    compiled = sampler.sample.lower(*arguments, options=Options(4, False, truncation, None)).compile()
+    compiled = sampler.program.lower(*arguments, options=Options(4, False, truncation, None)).compile()
     cache = config.num_layers * slots // 2 * config.num_kv_heads // 2 * tokens * config.head_dim * 2
     decoding = hlo.instructions_in_open_loops(compiled.as_text())
     assert "scatter" in [each.name for each in decoding if each.size_bytes == cache]

@@ -102,8 +102,8 @@ def test_an_end_token_in_a_prompt_ends_nothing():
 
 def test_one_program_for_each_bucket_of_lengths(monkeypatch):
     """And none for other prompts, settings or limits; a wider bucket changes no token."""
-    traced, sample = [], decode.sample
-    monkeypatch.setattr(decode, "sample", lambda *arguments: traced.append(1) or sample(*arguments))
+    traced, draw = [], decode.draw_responses
+    monkeypatch.setattr(decode, "draw_responses", lambda *arguments: traced.append(1) or draw(*arguments))
     limits = SamplingLimits(prompt_tokens=20, response_tokens=3, eos_ids=(0,))
     sampler = Sampler(CONFIG, VOCAB, limits, Precision(), one_device())
     weights = sampler.publish(weights_of(CONFIG, VOCAB))

@@ -15,7 +15,7 @@ from p3o_jax.devices import sharding
 from p3o_jax.devices.precision import Precision
 from p3o_jax.experience.batches import responses
 from p3o_jax.models.transformer import abstract_model
-from p3o_jax.policies import Policy, load_policy
+from p3o_jax.policies import LoadedPolicy, load_policy
 from p3o_jax.sampler import Requests, Sampler, SamplingLimits
 from p3o_jax.tokenizers.hf import HfTokenizer
 from tests.models.stored_models import DATA
@@ -32,7 +32,7 @@ MESH = sharding.make_mesh(devices=jax.devices()[:1])
 
 
 @pytest.fixture(scope="module")
-def policy() -> Policy:
+def policy() -> LoadedPolicy:
     return load_policy("smollm2-135m", MESH, context_tokens=128)
 
 

@@ -156,7 +156,7 @@ def test_mathematics_that_is_meant_to_hurt():
     assert [one.reward for one in (found[3], found[4], found[7])] == [0, 0, 1]
     assert found[4].answer == ""
     assert not found[2].readable  # longer than any answer
-    assert "cannot be parsed" in found[5]
+    assert "cannot be read" in found[5]
 
 
 @pytest.mark.parametrize(

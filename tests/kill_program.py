@@ -56,7 +56,6 @@ def run(arguments: list[str], log: str, devices: int) -> None:
     jax.config.update("jax_num_cpu_devices", devices)
     jax.config.update("jax_numpy_dtype_promotion", "strict")
     _announced(Lifecycle, "__enter__", "entered")
-    _announced(Lifecycle, "start", "starting")
     _announced(checkpoint.Checkpoints, "restore", "restoring")
     _announced(checkpoint.Checkpoints, "save", "saving")
     sys.argv = ["kill_program", *arguments]

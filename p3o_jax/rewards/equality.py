@@ -32,7 +32,7 @@ _POINTS = (
     ("-5/3", "-7/4", "-11/7", "-13/9", "-17/11", "-19/13", "-23/16"),
     ("31/3", "17/2", "47/5", "53/7", "59/8", "67/9", "73/10"),
 )
-_WHOLE = (("7", "4", "11", "5", "13", "6"), ("12", "9", "8", "15", "10", "14"), ("23", "30", "17", "28", "21", "19"))
+_WHOLE = (("7", "4", "11", "5", "13", "6"), ("4", "9", "8", "3", "10", "5"), ("9", "6", "5", "8", "7", "12"))
 _WHOLE_NAMES = frozenset("jkmnN")
 _OPPOSITE = {"<": ">", ">": "<", r"\le": r"\ge", r"\ge": r"\le"}
 
@@ -157,7 +157,7 @@ def same_values(a: Any, b: Any) -> bool:
     real = not (a.has(sympy.I) or b.has(sympy.I))
     said = [
         _close(*values)
-        for values in ([_number(one.subs(point)) for one in (a, b)] for point in _points(symbols))
+        for values in ([_number(one, point) for one in (a, b)] for point in _points(symbols))
         if not (real and values[0] is not None and values[1] is not None and not values[0].is_real)
     ]
     return any(one is not None for one in said) and all(one is not False for one in said)
@@ -190,12 +190,12 @@ def _with_symbols(value: Any) -> Any:
     return value.xreplace({one: sympy.Symbol(f"{one}", real=True) for one in value.atoms(AppliedUndef)})
 
 
-def _number(value: Any) -> Any:
-    """Its value to 50 digits; None if it has none."""
+def _number(value: Any, point: dict[Any, Any] | None = None) -> Any:
+    """Its value to 50 digits, at a point if it has variables; None if it has none."""
     import sympy
 
     try:
-        number = value.doit().evalf(_DIGITS)
+        number = value.doit().evalf(_DIGITS, subs=point)
     except (TypeError, ValueError, ArithmeticError, NotImplementedError, AttributeError):
         return None
     if number.is_infinite:
@@ -301,7 +301,7 @@ def _proportional(gold: Relation, answer: Relation) -> bool:
     if operator != other:
         return False
     point = _points(sorted(left.free_symbols | right.free_symbols, key=str))[0]
-    values = [_number(one.subs(point)) for one in (left, right)]
+    values = [_number(one, point) for one in (left, right)]
     if None in values or not values[0] or not values[1]:
         return False
     factor = values[1] / values[0]
@@ -309,8 +309,7 @@ def _proportional(gold: Relation, answer: Relation) -> bool:
         return False
     ratio = right / left
     return all(
-        _close(_number(ratio.subs(point)), factor) is not False
-        for point in _points(sorted(ratio.free_symbols, key=str))
+        _close(_number(ratio, point), factor) is not False for point in _points(sorted(ratio.free_symbols, key=str))
     )
 
 

@@ -367,6 +367,8 @@ def parsed(latex: str) -> Any:
     for character in latex:
         depth += (character in "{([") - (character in "})]")
         deepest = max(deepest, depth)
+    if "!!" in latex:  # read as the factorial of a factorial
+        raise Unreadable(f"a double factorial: {latex[:80]!r}")
     if deepest > _MAX_DEPTH or latex.count("|") > _MAX_BARS or latex.count("^") > _MAX_POWERS:
         raise Unreadable(f"nested too deeply: {latex[:80]!r}")
     try:

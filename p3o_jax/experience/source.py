@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import numpy as np
@@ -49,6 +49,7 @@ class Experience(NamedTuple):
     """What was left out, over all processes."""
 
 
+@runtime_checkable
 class Clock(Protocol):
     """Is told which phase of a step runs."""
 
@@ -58,6 +59,7 @@ class Clock(Protocol):
         """Ends the phase that runs and begins the next."""
 
 
+@runtime_checkable
 class ExperienceSource(Protocol):
     """Gives each step its rows. Every process must make each call."""
 

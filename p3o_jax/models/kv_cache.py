@@ -83,7 +83,7 @@ class KVCache(NamedTuple):
     ) -> tuple[Float[Array, "B K S H"], Float[Array, "B K S H"]]:
         """A layer's first `num_slots` keys and values as numbers."""
 
-        def of_layer(array: Float[Array, "L B K S ..."]) -> Float[Array, "B K S ..."]:
+        def of_layer(array: Float[Array, "L B K S ..."]) -> Float[Array, "B K {num_slots} ..."]:
             size = (1, *array.shape[1:3], num_slots, *array.shape[4:])
             return jax.lax.dynamic_slice(array, (layer, *(0,) * (array.ndim - 1)), size)[0]
 
@@ -103,6 +103,6 @@ def slot_buckets(num_slots: int) -> list[int]:
 SHORTEST = 256
 
 
-def num_bytes(cache: KVCache) -> int:
-    """What a cache, or its shapes, takes."""
+def num_bytes(cache: KVCache | list[KVCache]) -> int:
+    """What a cache, or its layers', or the shapes of either, takes."""
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache))

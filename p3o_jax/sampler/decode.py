@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Key
 
-from p3o_jax.batch.types import FinishReason, Rollout, Support
+from p3o_jax.batch.types import AnyArray, FinishReason, Rollout, Support
 from p3o_jax.devices import sharding
 from p3o_jax.models.kv_cache import KVCache
 from p3o_jax.models.transformer import Transformer
@@ -33,10 +33,10 @@ the token, and its log-prob. Called by every device that has the slot, possibly 
 class Padded(NamedTuple):
     """What is asked of the sampler: N prompts, right-padded to the same length, and how to answer them."""
 
-    tokens: Int[Array, "N P"]
-    length: Int[Array, " N"]
-    prompt_index: Int[Array, " N"]  # rows are keyed by it and grouped by it
-    response_limit: Int[Array, " N"]  # tokens
+    tokens: Int[AnyArray, "N P"]
+    length: Int[AnyArray, " N"]
+    prompt_index: Int[AnyArray, " N"]  # rows are keyed by it and grouped by it
+    response_limit: Int[AnyArray, " N"]  # tokens
     sampling: RowSampling  # [N]
 
 
@@ -86,7 +86,7 @@ class _Loop(NamedTuple):
 def sample(
     model: Transformer,
     requests: Padded,
-    key: Array,
+    key: Key[Array, ""],
     policy_version: Int[Array, ""],
     options: Options,
     limits: Limits,
@@ -110,9 +110,7 @@ def sample(
         array[prompt_of] for array in (requests.length, requests.response_limit, requests.prompt_index)
     )
     settings = jax.tree.map(lambda array: array[prompt_of], requests.sampling)
-    row_keys = jax.vmap(lambda prompt, sample: jax.random.fold_in(jax.random.fold_in(key, prompt), sample))(
-        index, jnp.asarray(sample_of)
-    )
+    row_keys = _row_keys(key, index, sample_of)
     like_rows = partial(sharding.match_variance, like=length)
 
     prompt_logits, prompt_cache = _prefill(model, requests, slots, limits.cache_format)
@@ -167,15 +165,22 @@ def sample(
     )
 
 
+def _row_keys(key: Key[Array, ""], prompt: Int[AnyArray, " R"], sample: Int[AnyArray, " R"]) -> Key[Array, " R"]:
+    """The key of every row: whatever else is in the batch, its random numbers are the same."""
+    return jax.vmap(lambda prompt, sample: jax.random.fold_in(jax.random.fold_in(key, prompt), sample))(
+        prompt, jnp.asarray(sample)
+    )
+
+
 @jax.named_scope("prefill")
 def _prefill(
     model: Transformer, requests: Padded, slots: int, cache_format: str
 ) -> tuple[Float[Array, "N V"], KVCache]:
     """Every prompt through the model, `slots` at a time: the logits after it, and its keys and values [L N K P H]."""
 
-    def forward(tokens: Int[Array, "N P"], length: Int[Array, " N"]) -> tuple[Array, KVCache]:
+    def forward(tokens: Int[AnyArray, "N P"], length: Int[AnyArray, " N"]) -> tuple[Float[Array, "N V"], KVCache]:
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
-        hidden, cache = model.hidden(tokens, positions)
+        hidden, cache = model.hidden(jnp.asarray(tokens), positions)
         last = jnp.take_along_axis(hidden, (length - 1)[:, None, None], axis=1)[:, 0]
         return model_logits(model, last), cache.stored_as(cache_format)
 
@@ -212,10 +217,10 @@ def _empty_rows(requests: Padded, prompt_of: np.ndarray, options: Options, limit
 def _draw(
     state: _Loop,
     *,
-    length: Int[Array, " R"],
-    limit: Int[Array, " R"],
+    length: Int[AnyArray, " R"],
+    limit: Int[AnyArray, " R"],
     settings: RowSampling,
-    row_keys: Array,
+    row_keys: Key[Array, " R"],
     options: Options,
     limits: Limits,
 ) -> _Loop:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from flax import nnx
 from jax.sharding import Mesh
@@ -62,6 +62,7 @@ class Requests:
                 raise ValueError(f"sampler: {len(values)} {name} for {len(self.prompts)} prompts")
 
 
+@runtime_checkable
 class Engine(Protocol):
     """Generates rollouts. Every process must make each call."""
 

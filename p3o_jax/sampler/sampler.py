@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import numpy as np
@@ -105,8 +106,8 @@ class Sampler:
         """
         return self._format.convert(params, version)
 
-    def abstract_weights(self) -> Weights:
-        """Shapes, dtypes and shardings of what `publish` returns, for restoring a checkpoint."""
+    def abstract_weights(self) -> Any:
+        """`Weights` of shapes, dtypes and shardings of what `publish` returns, for restoring a checkpoint."""
         return self._format.abstract()
 
     def generate(self, weights: Weights, requests: Requests, on_draw: OnDraw | None = None) -> Rollout:
@@ -171,7 +172,7 @@ class Sampler:
             model = nnx.merge(self._format.graphdef, weights.params)
             return decode.sample(model, requests, key, weights.version, options, self._decode_limits)
 
-        in_specs = (Weights(self._format.specs, whole), rows, whole)
+        in_specs = (Weights._make((self._format.specs, whole)), rows, whole)
         return jax.shard_map(local, mesh=self.mesh, in_specs=in_specs, out_specs=rows)(weights, requests, key)
 
 

@@ -1,0 +1,26 @@
+"""Checks the package's annotations while tests run: types, and the shapes and dtypes of arrays, which mypy cannot see.
+
+To be imported before the package, by `conftest.py` and by the programs that tests start. An axis has one size within
+a call, so that `Float[Array, "B T"]` beside `Bool[Array, "B T"]` says that the two go together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from beartype import BeartypeConf, beartype
+from jaxtyping import config, install_import_hook
+
+check = beartype(conf=BeartypeConf(is_pep484_tower=True))  # an int is a float, as it is for mypy
+install_import_hook("p3o_jax", "tests.annotations.check")
+
+
+@contextmanager
+def unchecked() -> Iterator[None]:
+    """Lets calls through whose annotations do not hold, to see what the package itself says of them."""
+    config.update("jaxtyping_disable", True)
+    try:
+        yield
+    finally:
+        config.update("jaxtyping_disable", False)

@@ -163,7 +163,7 @@ def gather_over_processes(values: np.ndarray) -> np.ndarray:
 
 def sum_over_processes(values: np.ndarray) -> np.ndarray:
     """Host values summed over all processes; every process must call it."""
-    return gather_over_processes(values).sum(axis=0)
+    return np.asarray(gather_over_processes(values).sum(axis=0))
 
 
 # Collectives, for use inside `shard_map`.

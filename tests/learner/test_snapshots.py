@@ -103,7 +103,7 @@ def dense(objective, batch: Batch):
 
     def log_softmax(params):
         model = nnx.merge(abstract_model(MODEL, VOCAB)[0], params)
-        hidden, _ = model.hidden(batch.inputs.tokens, batch.inputs.positions)
+        hidden, _ = model.hidden(jnp.asarray(batch.inputs.tokens), jnp.asarray(batch.inputs.positions))
         return jax.nn.log_softmax(model.logits(hidden) / batch.inputs.temperature[..., None])
 
     def at(log_probs, indices):

@@ -141,7 +141,7 @@ def structured(converter: cattrs.Converter, data: Any, kind: Any, name: str = "c
         raise wrong("; ".join(reasons)) from error
 
 
-def _reason(error: BaseException, expected: type | None) -> str:
+def _reason(error: BaseException, expected: Any) -> str:
     if isinstance(error, ForbiddenExtraKeysError | UntrustedError):
         return str(error)
     return f"{format_exception(error, expected)}: {error}"

@@ -1,7 +1,8 @@
 """Checks the package's annotations while tests run: types, and the shapes and dtypes of arrays, which mypy cannot see.
 
-To be imported before the package, by `conftest.py` and by the programs that tests start. An axis has one size within
-a call, so that `Float[Array, "B T"]` beside `Bool[Array, "B T"]` says that the two go together.
+To be imported before the package, as `conftest.py` and the programs that tests start do. An axis has one size within a
+call: `Float[Array, "B T"]` beside `Bool[Array, "B T"]` says that the two go together. Fields of named tuples are not
+checked, since the same tuples hold shardings and shapes where these are described.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ check = beartype(
         hint_overrides=FrozenDict({TextIO: TextIOBase}),  # the first wants a buffer, which StringIO has not
     )
 )
-install_import_hook("p3o_jax", "tests.annotations.check")
+install_import_hook("p3o_jax", f"{__name__}.check")
 
 
 @contextmanager

@@ -43,7 +43,7 @@ class _Moments(NamedTuple):
     def ess_lost(self) -> Float[np.ndarray, "*G"]:
         """1 - ess = v / (1 + v), with its digits where it is small; there must be a token."""
         v = self.squares / self.count / self.mean**2
-        return v / (1.0 + v)
+        return np.asarray(v / (1.0 + v))
 
 
 _NOTHING = _Moments(*np.array([-np.inf, 0.0, 0.0, 0.0]))

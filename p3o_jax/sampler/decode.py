@@ -239,7 +239,8 @@ def _draw(
         log_prob = jnp.take_along_axis(log_probs, token[:, None], axis=-1)[:, 0]
         kept = distribution(log_probs, options.support)
     if options.on_draw is not None:
-        jax.debug.callback(options.on_draw, state.row, state.drawn, token, log_prob)
+        on_host = partial(_on_host, options.on_draw)
+        jax.debug.callback(on_host, state.row, state.drawn, token, log_prob)
     at, drawn = length[row] + state.drawn, state.drawn + 1
     is_eos, is_stop = _is_one_of(token, limits.eos_ids), _is_one_of(token, limits.stop_ids)
     reason = jnp.where(is_eos, FinishReason.EOS, jnp.where(is_stop, FinishReason.STOP, FinishReason.LENGTH))
@@ -257,6 +258,11 @@ def _draw(
         support=jax.tree.map(write, state.rows.support, kept),
     )
     return state._replace(row=jnp.where(works & ~ends, row, num_rows), drawn=drawn, token=token, rows=rows)
+
+
+def _on_host(on_draw: OnDraw, *drawn: Array) -> None:
+    """Hands over numpy arrays, where JAX gives its own."""
+    on_draw(*map(np.asarray, drawn))
 
 
 def _refill(

@@ -40,6 +40,7 @@ def test_fields_are_flags():
     assert parsed("p3o")["p3o"].config.objective == P3O()
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_a_flag_of_a_part_that_is_not_there_makes_it():
     def config(*flags):
         return parse("name", "Description.", {"p3o": replace(VARIANTS["p3o"], warm_start=None)}, flags)["p3o"].config
@@ -97,6 +98,7 @@ def test_a_program_that_is_wrongly_called_shows_no_traceback(tmp_path):
     assert result.stderr == "error: staleness must not be negative, got -1\n"
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_help_explains_every_field(capsys):
     with pytest.raises(SystemExit):
         parsed("p3o", "--help")

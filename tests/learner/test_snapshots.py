@@ -71,7 +71,7 @@ def make_learner(objective, shape=None, micro_batches=1) -> Learner:
 
 @cache
 def random_params(seed: int):
-    return jax.device_get(nnx.state(Transformer(MODEL, VOCAB, nnx.Rngs(seed))))
+    return jax.tree.map(jnp.asarray, jax.device_get(nnx.state(Transformer(MODEL, VOCAB, nnx.Rngs(seed)))))
 
 
 def params_of(learner: Learner, seed: int):

@@ -108,7 +108,7 @@ def logged(values: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _of_ratios(counts: np.ndarray) -> Histogram:
+def _of_ratios(counts: Float[np.ndarray, " N"]) -> Histogram:
     """The same counts by ratio; those above e and below 1 / e in one bin each, which would flatten all others."""
     near = np.flatnonzero(np.abs(stats.LOG_RATIO_EDGES) <= 1)
     first, last = near[0], near[-1]

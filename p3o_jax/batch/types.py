@@ -126,11 +126,11 @@ def required(value: AnyArray | None, name: str) -> AnyArray: ...
 @overload
 def required(value: T | None, name: str) -> T: ...
 def required(value: T | None, name: str) -> T:
-    """Returns a field that some batches lack.
+    """Returns a field of a batch or a policy that not all of them have.
 
     Raises:
-        ValueError: this one lacks it.
+        ValueError: it is None.
     """
     if value is None:
-        raise ValueError(f"the batch has no {name}")
+        raise ValueError(f"{name} is needed, and is None")
     return value

@@ -17,7 +17,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Int, Shaped
 
 from p3o_jax.batch.types import AnyArray, Batch, required
 from p3o_jax.devices import sharding
@@ -95,7 +95,7 @@ def _packed(batch: Batch, plan: list[list[int]], count: int) -> Batch:
             start += lengths[i]
     hole = segments == HOLE
 
-    def gather(leaf: AnyArray, filler: Any = 0) -> np.ndarray:
+    def gather(leaf: Shaped[AnyArray, "B T ..."], filler: Any = 0) -> Shaped[np.ndarray, "R T ..."]:
         found = np.asarray(leaf)[source_row, source_column]
         found[hole] = filler
         return found

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import jax
 import numpy as np
 from jax.sharding import Mesh
-from jaxtyping import Array, Bool
+from jaxtyping import Array, Bool, Key
 
 from p3o_jax.batch.types import Rollout
 from p3o_jax.devices import sharding
@@ -83,7 +83,7 @@ class FreshRollouts:
         scorer: Scorer,
         prompts: Iterator[list[EncodedPrompt]],
         *,
-        key: Callable[[int], Array],
+        key: Callable[[int], Key[Array, ""]],
         num_samples: int,
         sampling: Sampling,
         support: Any,

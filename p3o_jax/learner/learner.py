@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Key
 
 from p3o_jax.batch import metrics as metrics_lib
 from p3o_jax.batch.breakdowns import EssByGroup, ess_breakdowns
@@ -103,11 +103,11 @@ class Learner:
         """(params, batch) -> the batch with `proximal_log_probs` of these parameters, and what else of their
         distributions the objective asks for."""
 
-    def init(self, key: Array) -> TrainState:
+    def init(self, key: Key[Array, ""]) -> TrainState:
         """Random parameters, created where they belong on the mesh."""
         return self.init_from(jax.jit(self._random, out_shardings=self._shardings(self._specs))(key))
 
-    def init_with(self, key: Array, weights: nnx.State) -> TrainState:
+    def init_with(self, key: Key[Array, ""], weights: nnx.State) -> TrainState:
         """Given weights, whose buffers are taken over, and beside them random adapters if the model has any."""
         params = weights
         if self._config.lora is not None:
@@ -116,7 +116,7 @@ class Learner:
             params = lora.join(adapters, weights)
         return jax.jit(self._fresh, out_shardings=self.state_shardings(), donate_argnums=0)(params)
 
-    def _random(self, key: Array) -> nnx.State:
+    def _random(self, key: Key[Array, ""]) -> nnx.State:
         return nnx.state(Transformer(self._config, self._vocab_size, nnx.Rngs(params=key)))
 
     def init_from(self, params: nnx.State) -> TrainState:

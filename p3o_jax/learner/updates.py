@@ -121,7 +121,7 @@ class Updates:
         if jax.process_index() == 0:
             _logger.warning("%d updates skipped: %s", metrics["optim/skipped_updates"], message)
 
-    def token_log_probs(self, batch: Batch, log_probs: Sequence[jax.Array]) -> Float[np.ndarray, "B T"]:
+    def token_log_probs(self, batch: Batch, log_probs: Sequence[Float[Array, "_ _"]]) -> Float[np.ndarray, "B T"]:
         """Puts what the updates of the first epoch saw back in the rows of this process's batch; NaN where masked.
 
         Every process must call it.

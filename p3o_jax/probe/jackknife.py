@@ -79,7 +79,9 @@ def ess_of_prompts(
     return EssOfPrompts(ess, error, float(squares.max() / squares.sum()))
 
 
-def _by_prompt(log_ratio: np.ndarray, mask: np.ndarray, group: np.ndarray) -> _Moments:
+def _by_prompt(
+    log_ratio: Float[np.ndarray, "B T"], mask: Bool[np.ndarray, "B T"], group: Int[np.ndarray, " B"]
+) -> _Moments:
     """The moments of each prompt that has tokens."""
     row, _ = np.nonzero(mask)
     _, prompt, count = np.unique(group[row], return_inverse=True, return_counts=True)

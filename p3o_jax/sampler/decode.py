@@ -25,7 +25,7 @@ from p3o_jax.models.transformer import Transformer
 from p3o_jax.sampler.distributions import distribution, empty_support
 from p3o_jax.sampler.sampling import RowSampling, Truncation, draw, sampled_log_probs
 
-OnDraw = Callable[[np.ndarray, np.ndarray, np.ndarray, np.ndarray], None]
+OnDraw = Callable[[Int[np.ndarray, " B"], Int[np.ndarray, " B"], Int[np.ndarray, " B"], Float[np.ndarray, " B"]], None]
 """Is given, for each slot: which row it decodes (none: the number of rows), the place of the token in the response,
 the token, and its log-prob. Called by every device that has the slot, possibly out of order."""
 
@@ -199,7 +199,9 @@ def _prefill(
     return logits.reshape(-1, logits.shape[-1])[:num_prompts], jax.tree.map(whole, cache)
 
 
-def _empty_rows(requests: Padded, prompt_of: np.ndarray, options: Options, limits: Limits, vocab_size: int) -> _Rows:
+def _empty_rows(
+    requests: Padded, prompt_of: Int[np.ndarray, " R"], options: Options, limits: Limits, vocab_size: int
+) -> _Rows:
     """The prompts, with room for the responses."""
     like_rows = partial(sharding.match_variance, like=requests.length)
     room = ((0, 0), (0, limits.total_tokens - requests.tokens.shape[1]))

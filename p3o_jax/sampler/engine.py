@@ -11,7 +11,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 from flax import nnx
 from jax.sharding import Mesh
-from jaxtyping import Array
+from jaxtyping import Array, Key
 
 from p3o_jax.batch.types import Rollout
 from p3o_jax.sampler.sampling import AS_THEY_ARE, Sampling, is_count
@@ -38,7 +38,7 @@ class Requests:
 
     prompts: Sequence[Sequence[int]]
     indices: Sequence[int]
-    key: Array
+    key: Key[Array, ""]
     num_samples: int = 1
     sampling: Sampling | Sequence[Sampling] = AS_THEY_ARE
     response_limits: Sequence[int] | None = None

@@ -17,7 +17,7 @@ import jax
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
-from jaxtyping import Array
+from jaxtyping import Array, Int, Key
 
 from p3o_jax.batch.types import Rollout
 from p3o_jax.devices import sharding
@@ -165,10 +165,10 @@ class Sampler:
         )
         return requests, Truncation(int(top_k) or None, bool(top_p), bool(min_p))
 
-    def _sharded_sample(self, weights: Weights, requests: Padded, key: Array, *, options: Options) -> Rollout:
+    def _sharded_sample(self, weights: Weights, requests: Padded, key: Key[Array, ""], *, options: Options) -> Rollout:
         rows, whole = sharding.batch_spec(self.mesh), PartitionSpec()
 
-        def local(weights: Weights, requests: Padded, key: Array) -> Rollout:
+        def local(weights: Weights, requests: Padded, key: Key[Array, ""]) -> Rollout:
             model = nnx.merge(self._format.graphdef, weights.params)
             return decode.sample(model, requests, key, weights.version, options, self._decode_limits)
 
@@ -176,7 +176,7 @@ class Sampler:
         return jax.shard_map(local, mesh=self.mesh, in_specs=in_specs, out_specs=rows)(weights, requests, key)
 
 
-def _int32(values: Sequence[int], least: int, most: int, name: str) -> np.ndarray:
+def _int32(values: Sequence[int], least: int, most: int, name: str) -> Int[np.ndarray, " N"]:
     """Whole numbers within bounds, or an error that names the first that is none."""
     array = np.asarray(values)
     if array.dtype.kind in "iu" and bool in set(map(type, values)):

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Key
 
 from p3o_jax.batch.types import AnyArray
 
@@ -188,7 +188,7 @@ def _top_p_bound(scaled: Float[Array, "B V"], top_p: Float[AnyArray, " B"]) -> F
     return below_0(enough)
 
 
-def draw(log_probs: Float[Array, "B V"], keys: Array) -> Int[Array, " B"]:
+def draw(log_probs: Float[Array, "B V"], keys: Key[Array, " B"]) -> Int[Array, " B"]:
     """A token a row by inversion of its cumulative distribution: first a block of tokens, then one of the block.
 
     Two random numbers a row rather than one a token. They have 23 bits and the sums are float32's, so a block's

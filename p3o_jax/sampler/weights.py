@@ -63,7 +63,7 @@ class WeightFormat:
         )
         self._place = _placed(self.specs, mesh)
 
-        def quantise(params: nnx.State, version: Array) -> Weights:
+        def quantise(params: nnx.State, version: Int[Array, ""]) -> Weights:
             weights = quantise_weights(merged(params, config.lora), precision)
             # Sharded as the learner's until they are narrow, and only then gathered over `fsdp`.
             weights = jax.lax.with_sharding_constraint(weights, stays.params)

@@ -147,7 +147,7 @@ def structured(converter: cattrs.Converter, data: Any, kind: Any, name: str = "c
         raise UntrustedError("; ".join(f"{place}: {what}" for what, _, place in places)) from error
 
 
-def _reason(error: BaseException, expected: type | None) -> str:
+def _reason(error: BaseException, expected: Any) -> str:
     if isinstance(error, ForbiddenExtraKeysError | UntrustedError):
         return str(error)
     return f"{format_exception(error, expected)}: {error}"

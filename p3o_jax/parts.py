@@ -11,8 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
+from jaxtyping import Bool, Float, Int
 
 from p3o_jax.batch.keys import Purpose, run_key
+from p3o_jax.batch.types import AnyArray
 from p3o_jax.config import Config, resolve, validate
 from p3o_jax.devices import sharding
 from p3o_jax.devices.processes import row_part
@@ -118,7 +120,9 @@ class Parts:
         ring.push(found.step, self.publish(found.state, found.step))
         return RunState(found.step, found.state, ring, Loop(**found.loop))
 
-    def advantages_of(self, rewards: np.ndarray, group: np.ndarray, known: np.ndarray) -> np.ndarray:
+    def advantages_of(
+        self, rewards: Float[np.ndarray, " B"], group: Int[AnyArray, " B"], known: Bool[np.ndarray, " B"]
+    ) -> Float[np.ndarray, " B"]:
         """Computes this process's advantages; batch statistics are over all processes' rows."""
         return sharding.to_local(self.advantages(*sharding.to_global((rewards, group, known), self.mesh)))
 
@@ -138,7 +142,9 @@ def build(config: Config, devices: Sequence[jax.Device] | None = None, *, check_
     stored = None if config.pretrained is None else config.pretrained.open()
     config = resolve(config, stored)
     task = config.task
-    tokenizer = task.tokenizer if stored is None else config.pretrained.tokenizer(stored)
+    tokenizer = task.tokenizer
+    if config.pretrained is not None and stored is not None:
+        tokenizer = config.pretrained.tokenizer(stored)
     mesh, sampler_mesh = _meshes(config, devices)
     validate(
         config,

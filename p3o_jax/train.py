@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
+from jaxtyping import Float
 
+from p3o_jax.batch.types import Batch
 from p3o_jax.config import Config, as_written_now, hyperparameters, to_json
 from p3o_jax.devices.precision import describe
 from p3o_jax.devices.processes import all_rows, fail_together, row_part
 from p3o_jax.devices.profiling import Profiler
 from p3o_jax.evaluation.held_out import NOT_EVALUATED
 from p3o_jax.experience.batches import make_batch, readable
-from p3o_jax.experience.source import experience_metrics
+from p3o_jax.experience.source import Experience, experience_metrics
 from p3o_jax.learner.speed import speed
+from p3o_jax.learner.updates import Updated
 from p3o_jax.parts import Parts, build
 from p3o_jax.runs.checkpoint import newest_whole_step
 from p3o_jax.runs.directory import MAY_DIFFER, RunDirectory
 from p3o_jax.runs.lifecycle import Lifecycle
-from p3o_jax.runs.state import RunState
+from p3o_jax.runs.state import Loop, RunState
 from p3o_jax.tokenizers.small import tokenizer_to_json
 from p3o_jax.writers.recorder import Recorder
 
@@ -66,15 +70,9 @@ def train(
         Profiler(directory.path, profile_steps) as profiler,
         parts.scorer,
     ):
-        if jax.process_index() == 0:
-            for line in describe(config.precision, parts.engine.mesh.devices.flat[0].device_kind):
-                print(f"sampler: {line}", flush=True)
-        run = (parts.restore(life.checkpoints) if resume else None) or parts.start(life.pause_before_first_step)
-        recorder.start_at(run.step + 1 if run.step else 0)  # before the first step, evaluation 0 is made again too
+        _say_formats(parts)
+        run = _begun(parts, life, directory, recorder, resume)
         source = parts.source(run.loop.prompt_position)
-        if run.step == 0 and config.evaluate_every:
-            recorder.metrics(0, parts.evaluate(run.ring.newest.weights, directory.evaluation(0)).metrics)
-
         while run.step < config.num_steps:
             step, state, ring, loop = run.step + 1, run.state, run.ring, run.loop
             profiler.before(step)
@@ -85,58 +83,103 @@ def train(
             metrics = experience_metrics(experience, config.task, parts.mesh, step=step, since=loop.prompt_position)
             loop = loop._replace(prompt_position=experience.cursor)
             advantages = parts.advantages_of(scores.rewards, rollout.group, scores.known)
-            with fail_together():
-                temperature = config.learner_temperature
-                batch = make_batch(
-                    rollout, advantages, learner_temperature=temperature, step=step - 1, kept=experience.kept
-                )
+            batch = _batch(config, experience, advantages, step)
 
             clock.begin("learn")
+            updated = None
             try:
                 updated = parts.updates(state, batch, rollout.group, behaviour, directory.nonfinite_batch(step))
             except FloatingPointError as error:
                 loop = life.may_roll_back(loop, error)
-                run = state = ring = behaviour = None  # makes room for what is restored
-            if run is None:
+            if updated is None:
                 clock.end()
-                run = parts.restore(life.checkpoints, within_streak=False)
-                if run is None:
-                    raise FloatingPointError("updates were not finite, and there is no checkpoint to go back to")
-                run = run._replace(loop=loop)  # the prompts go on where they are
-                recorder.start_at(run.step + 1)
+                del run, state, ring, behaviour  # makes room for what is restored
+                run = _rolled_back(parts, life, recorder, loop)
                 continue
             ring.push(step, parts.publish(updated.state, step))
-            metrics |= updated.metrics
             run = RunState(step, updated.state, ring, loop._replace(skipped_in_a_row=updated.skipped_in_a_row))
 
             clock.begin("evaluate")
-            evaluated = NOT_EVALUATED
-            if config.is_due(step, config.evaluate_every):
-                evaluated = parts.evaluate(ring.newest.weights, directory.evaluation(step))
+            due = config.is_due(step, config.evaluate_every)
+            evaluated = parts.evaluate(ring.newest.weights, directory.evaluation(step)) if due else NOT_EVALUATED
             clock.begin("write")
-            metrics |= evaluated.metrics | speed(
-                clock.seconds,
-                rollout,
-                kept=experience.kept,
-                sampled_tokens=int(experience.sampled.rollout.action_mask.sum()),
-                epochs=config.epochs,
-                model=config.model,
-                vocab_size=parts.tokenizer.vocab_size,
-                num_devices=parts.mesh.size / row_part(parts.mesh)[1],
-                device_kind=parts.mesh.devices.flat[0].device_kind,
-            )
+            metrics |= updated.metrics | evaluated.metrics | _speed(parts, experience, clock.seconds)
             recorder.metrics(step, metrics)
             if config.is_due(step, config.write_rollouts_every):
-                seen = parts.updates.token_log_probs(batch, updated.log_probs)
-                rewards = np.where(scores.known, scores.rewards, np.nan)
-                rows = all_rows((rollout._replace(support=None), rewards, advantages, seen), parts.mesh)
-                recorder.rollouts(step, readable(experience.prompts, *rows, tokenizer=parts.tokenizer))
+                recorder.rollouts(step, _readable(parts, experience, advantages, batch, updated))
             recorder.progress(step)
             clock.begin("save")
             life.end_step(run, evaluated.score)
             clock.end()
             profiler.after(step)
     return recorder.last
+
+
+def _say_formats(parts: Parts) -> None:
+    """Prints what the sampler computes in."""
+    if jax.process_index() == 0:
+        for line in describe(parts.config.precision, parts.engine.mesh.devices.flat[0].device_kind):
+            print(f"sampler: {line}", flush=True)
+
+
+def _begun(parts: Parts, life: Lifecycle, directory: RunDirectory, recorder: Recorder, resume: bool) -> RunState:
+    """Restores a run or starts it, and then evaluates what it starts with."""
+    run = (parts.restore(life.checkpoints) if resume else None) or parts.start(life.pause_before_first_step)
+    recorder.start_at(run.step + 1 if run.step else 0)  # before the first step, evaluation 0 is made again too
+    if run.step == 0 and parts.config.evaluate_every:
+        recorder.metrics(0, parts.evaluate(run.ring.newest.weights, directory.evaluation(0)).metrics)
+    return run
+
+
+def _batch(config: Config, experience: Experience, advantages: Float[np.ndarray, " B"], step: int) -> Batch:
+    """Makes what a step learns from."""
+    with fail_together():
+        return make_batch(
+            experience.rollout,
+            advantages,
+            learner_temperature=config.learner_temperature,
+            step=step - 1,
+            kept=experience.kept,
+        )
+
+
+def _rolled_back(parts: Parts, life: Lifecycle, recorder: Recorder, loop: Loop) -> RunState:
+    """Restores the newest checkpoint made before the streak of skipped updates; the prompts go on where they are.
+
+    Raises:
+        FloatingPointError: there is none.
+    """
+    restored = parts.restore(life.checkpoints, within_streak=False)
+    if restored is None:
+        raise FloatingPointError("updates were not finite, and there is no checkpoint to go back to")
+    recorder.start_at(restored.step + 1)
+    return restored._replace(loop=loop)
+
+
+def _speed(parts: Parts, experience: Experience, seconds: Mapping[str, float]) -> dict[str, float]:
+    """Says what a step's time was spent on."""
+    return speed(
+        seconds,
+        experience.rollout,
+        kept=experience.kept,
+        sampled_tokens=int(experience.sampled.rollout.action_mask.sum()),
+        epochs=parts.config.epochs,
+        model=parts.config.model,
+        vocab_size=parts.tokenizer.vocab_size,
+        num_devices=parts.mesh.size / row_part(parts.mesh)[1],
+        device_kind=parts.mesh.devices.flat[0].device_kind,
+    )
+
+
+def _readable(
+    parts: Parts, experience: Experience, advantages: Float[np.ndarray, " B"], batch: Batch, updated: Updated
+) -> list[dict[str, Any]]:
+    """Puts a step's rollouts, of all processes, as a person reads them."""
+    scores = experience.scores
+    seen = parts.updates.token_log_probs(batch, updated.log_probs)
+    rewards = np.where(scores.known, scores.rewards, np.nan)
+    rows = all_rows((experience.rollout._replace(support=None), rewards, advantages, seen), parts.mesh)
+    return readable(experience.prompts, *rows, tokenizer=parts.tokenizer)
 
 
 def _directory(parts: Parts, run_dir: Path, argv: Sequence[str], resume: bool) -> RunDirectory:

@@ -1,4 +1,4 @@
-"""All tests: 8 virtual CPU devices, no implicit dtype promotion, compiled programs kept between runs."""
+"""All tests: annotations are checked, 8 virtual CPU devices, no implicit dtype promotion, compiled programs kept."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import jax
 import pytest
 
+from tests.annotations import unchecked  # isort: skip  # before the package
 from p3o_jax.devices.cache import enable_compilation_cache
 
 # Before anything asks for a device. Tests compile far more than they compute, and XLA:CPU spends most of that on code
@@ -22,6 +23,13 @@ jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 enable_compilation_cache()
+
+
+@pytest.fixture(name="unchecked")
+def _unchecked():
+    """Annotations are not checked: wrong arguments reach the package, which has to refuse them itself."""
+    with unchecked():
+        yield
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

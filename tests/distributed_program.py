@@ -16,6 +16,7 @@ os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_opti
 import jax
 import numpy as np
 
+import tests.annotations  # noqa: F401  # isort: skip  # before the package
 from p3o_jax.devices import processes
 from p3o_jax.devices.cache import enable_compilation_cache
 from p3o_jax.devices.sharding import MeshShape

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import jax
 
+import tests.annotations  # noqa: F401  # isort: skip  # before the package
 from p3o_jax.commands.experiment import run_experiment
 from p3o_jax.config import Config
 from p3o_jax.learner.optimizer import OptimizerConfig

@@ -63,6 +63,7 @@ def test_every_built_in_objective_reloads():
     assert len(seen) > 8
 
 
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(
     ("change", "message"),
     [

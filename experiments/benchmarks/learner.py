@@ -112,8 +112,11 @@ def served_step(python: str, module: str) -> Callable[[], float]:
         env=os.environ | {"JAX_PLATFORMS": "cpu"},
     )
 
+    stdin, stdout = process.stdin, process.stdout
+    assert stdin is not None and stdout is not None  # they are pipes
+
     def line() -> str:
-        text = process.stdout.readline()
+        text = stdout.readline()
         if not text:
             raise RuntimeError(f"{python} -m {module} ended; run it by itself to see why")
         return text.strip()
@@ -122,8 +125,8 @@ def served_step(python: str, module: str) -> Callable[[], float]:
         pass
 
     def measure() -> float:
-        process.stdin.write("\n")
-        process.stdin.flush()
+        stdin.write("\n")
+        stdin.flush()
         return float(line())
 
     return measure
@@ -146,7 +149,9 @@ def log_prob_bytes(tokens: int = 16_384, width: int = 2560, vocabulary: int = 15
 
     def temporary(function: Callable) -> int:
         compiled = jax.jit(jax.grad(function, (0, 1))).lower(*shapes).compile()
-        return compiled.memory_analysis().temp_size_in_bytes
+        analysis = compiled.memory_analysis()
+        assert analysis is not None  # every backend of ours has one
+        return analysis.temp_size_in_bytes
 
     return temporary(ours), temporary(naive)
 

@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from p3o_jax.batch import stats
 from p3o_jax.batch.metrics import Histogram, Mean
-from p3o_jax.batch.types import Batch
+from p3o_jax.batch.types import AnyArray, Batch
 
 POSITIONS = ("1-3", "4-15", "16-63", "64-255", "256-1023", "1024-4095", "4096-16383", "16384-")
 """Buckets of the position of a token in its response, from 1: each four times as long as the one before."""
@@ -31,8 +31,9 @@ _NAMES = {_POSITION: POSITIONS, _STALENESS: STALENESS}
 _STARTS = (0, 1, 2, 3, *(4 << i for i in range(len(STALENESS) - 4)))
 
 
-def staleness_bucket(staleness: Int[Array, "B T"]) -> Int[Array, "B T"]:
+def staleness_bucket(staleness: Int[AnyArray, "B T"]) -> Int[Array, "B T"]:
     """Finds the place of each staleness in `STALENESS`."""
+    staleness = jnp.asarray(staleness)
     return (staleness[..., None] >= jnp.asarray(_STARTS, staleness.dtype)).sum(axis=-1, dtype=staleness.dtype) - 1
 
 
@@ -63,7 +64,7 @@ class MeanByGroup(Mean):
 
 
 def ess_breakdowns(
-    log_probs: Float[Array, "B T"], batch: Batch, *, max_staleness: int, num_tasks: int, num_sources: int = 1
+    log_probs: Float[AnyArray, "B T"], batch: Batch, *, max_staleness: int, num_tasks: int, num_sources: int = 1
 ) -> dict[str, EssByGroup]:
     """The ESS of these tokens by what the batch says of them.
 
@@ -107,7 +108,7 @@ def logged(values: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _of_ratios(counts: np.ndarray) -> Histogram:
+def _of_ratios(counts: Float[np.ndarray, " N"]) -> Histogram:
     """The same counts by ratio; those above e and below 1 / e in one bin each, which would flatten all others."""
     near = np.flatnonzero(np.abs(stats.LOG_RATIO_EDGES) <= 1)
     first, last = near[0], near[-1]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import IntEnum
 
 import jax
-from jaxtyping import Array
+from jaxtyping import Array, Key
 
 
 class Purpose(IntEnum):
@@ -16,6 +16,6 @@ class Purpose(IntEnum):
     EVALUATION = 2
 
 
-def run_key(seed: int, purpose: Purpose, step: int = 0) -> Array:
+def run_key(seed: int, purpose: Purpose, step: int = 0) -> Key[Array, ""]:
     """Returns the key of one purpose at one step."""
     return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), purpose), step)

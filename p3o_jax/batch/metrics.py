@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.flatten_util import ravel_pytree
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Num
 
 
 @runtime_checkable
@@ -31,8 +31,8 @@ class Metric(Protocol):
     def rebuild(self, maxima: Any, sums: Any) -> Metric:
         """The metric with the reduced parts."""
 
-    def value(self) -> Array:
-        """What is logged."""
+    def value(self) -> Any:
+        """What is logged: an array, or one for each group."""
 
 
 class Mean(NamedTuple):
@@ -118,8 +118,8 @@ class Min(NamedTuple):
 class Histogram(NamedTuple):
     """Counts as they are logged, on the host: of len(edges) + 1 bins, of which the first and the last are open."""
 
-    edges: np.ndarray
-    counts: np.ndarray
+    edges: Num[np.ndarray, " E"]
+    counts: Num[np.ndarray, " E+1"]
 
 
 Tree = TypeVar("Tree")

@@ -20,6 +20,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from p3o_jax.batch.metrics import Max, Mean, Sum
+from p3o_jax.batch.types import AnyArray
 
 # Bins of the logged histogram of log_ratio: the first and the last are open-ended.
 # Evenly spaced in log |log_ratio|: rounding (1e-3) and staleness (1) are both resolved.
@@ -27,13 +28,13 @@ _POSITIVE_EDGES = np.array([0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5
 LOG_RATIO_EDGES = np.concatenate([-_POSITIVE_EDGES[::-1], _POSITIVE_EDGES])
 
 
-def real(x: Float[Array, "..."]) -> Float[Array, "..."]:
+def real(x: Float[AnyArray, "..."]) -> Float[Array, "..."]:
     """Converts x to float32, unless it is float64: the precision of every statistic and loss."""
-    return x if x.dtype == jnp.float64 else x.astype(jnp.float32)
+    return jnp.asarray(x) if x.dtype == jnp.float64 else jnp.asarray(x, jnp.float32)
 
 
 def log_ratio(
-    log_probs: Float[Array, "B T"], other_log_probs: Float[Array, "B T"], mask: Bool[Array, "B T"]
+    log_probs: Float[AnyArray, "B T"], other_log_probs: Float[AnyArray, "B T"], mask: Bool[AnyArray, "B T"]
 ) -> Float[Array, "B T"]:
     """log_probs - other_log_probs where `mask`, and 0 elsewhere, whatever stands there."""
     log_probs = real(log_probs)
@@ -41,7 +42,7 @@ def log_ratio(
     return jnp.where(mask, difference, jnp.zeros_like(difference))
 
 
-def bounded_exp(x: Float[Array, "..."], limit: float | None = None) -> Float[Array, "..."]:
+def bounded_exp(x: Float[AnyArray, "..."], limit: float | None = None) -> Float[Array, "..."]:
     """exp(clip(x, -limit, limit)), whose derivative is its own value, also where it is clipped.
 
     A clip stops the gradient just where it is largest; here it stays at the bound, with
@@ -53,7 +54,7 @@ def bounded_exp(x: Float[Array, "..."], limit: float | None = None) -> Float[Arr
     return jnp.exp(jax.lax.stop_gradient(bounded) + (x - jax.lax.stop_gradient(x)))
 
 
-def bounded_expm1(x: Float[Array, "..."], limit: float | None = None) -> Float[Array, "..."]:
+def bounded_expm1(x: Float[AnyArray, "..."], limit: float | None = None) -> Float[Array, "..."]:
     """bounded_exp(x) - 1, with its digits where x is small."""
     small = jnp.abs(x) < 1.0
     near = jnp.expm1(jnp.where(small, x, jnp.zeros_like(x)))
@@ -76,9 +77,9 @@ class RatioMoments(NamedTuple):
     @classmethod
     def of(
         cls,
-        log_ratio: Float[Array, "*S"],
-        mask: Bool[Array, "*S"],
-        group: Int[Array, "*S"] | None = None,
+        log_ratio: Float[AnyArray, "*S"],
+        mask: Bool[AnyArray, "*S"],
+        group: Int[AnyArray, "*S"] | None = None,
         num_groups: int = 1,
     ) -> RatioMoments:
         """The moments of the log-ratios at which `mask` is True, over all of them or by group.
@@ -172,19 +173,19 @@ class Chi2(RatioMoments):
         return self.chi2()
 
 
-def token_mean(x: Float[Array, "B T"], mask: Bool[Array, "B T"]) -> Mean:
+def token_mean(x: Float[AnyArray, "B T"], mask: Bool[AnyArray, "B T"]) -> Mean:
     """The mean of x over the tokens at which `mask` is True; NaN if there is none."""
     x = real(jax.lax.stop_gradient(x))
     return Mean(jnp.sum(jnp.where(mask, x, jnp.zeros_like(x))), jnp.sum(mask, dtype=x.dtype))
 
 
-def outside_fraction(log_ratio: Float[Array, "B T"], mask: Bool[Array, "B T"], low: float, high: float) -> Mean:
+def outside_fraction(log_ratio: Float[AnyArray, "B T"], mask: Bool[AnyArray, "B T"], low: float, high: float) -> Mean:
     """The share of tokens with a ratio outside [1 - low, 1 + high]."""
     ratio = bounded_exp(real(log_ratio))
     return token_mean(((ratio > 1.0 + high) | (ratio < 1.0 - low)).astype(ratio.dtype), mask)
 
 
-def histogram(x: Float[Array, "B T"], mask: Bool[Array, "B T"], edges: np.ndarray = LOG_RATIO_EDGES) -> Sum:
+def histogram(x: Float[Array, "B T"], mask: Bool[AnyArray, "B T"], edges: np.ndarray = LOG_RATIO_EDGES) -> Sum:
     """Counts of x by bin, len(edges) + 1 of them; a value on an edge belongs to the upper bin."""
     x = real(jax.lax.stop_gradient(x))
     at_least = x[..., None] >= jnp.asarray(edges, x.dtype)
@@ -193,7 +194,7 @@ def histogram(x: Float[Array, "B T"], mask: Bool[Array, "B T"], edges: np.ndarra
     return Sum(jnp.concatenate([total[None], above]) - jnp.concatenate([above, jnp.zeros_like(above[:1])]))
 
 
-def ratio_metrics(log_ratio: Float[Array, "B T"], mask: Bool[Array, "B T"]) -> dict[str, Any]:
+def ratio_metrics(log_ratio: Float[Array, "B T"], mask: Bool[AnyArray, "B T"]) -> dict[str, Any]:
     """What every objective reports of log_ratio = log pi - log mu, as metrics to be merged.
 
     Non-finite log-ratios are counted under `policy/nonfinite_log_ratio`; they make the ESS,
@@ -219,12 +220,12 @@ def ratio_metrics(log_ratio: Float[Array, "B T"], mask: Bool[Array, "B T"]) -> d
     }
 
 
-def k3_value(log_ratio: Float[Array, "..."]) -> Float[Array, "..."]:
+def k3_value(log_ratio: Float[AnyArray, "..."]) -> Float[Array, "..."]:
     """log_ratio + exp(-log_ratio) - 1, exponent bounded only by the dtype."""
-    return log_ratio + bounded_expm1(-log_ratio)
+    return jnp.asarray(log_ratio) + bounded_expm1(-log_ratio)
 
 
-def position_bucket(mask: Bool[Array, "B T"], segment_ids: Int[Array, "B T"] | None = None) -> Int[Array, "B T"]:
+def position_bucket(mask: Bool[AnyArray, "B T"], segment_ids: Int[AnyArray, "B T"] | None = None) -> Int[Array, "B T"]:
     """floor(log2(i)) of the i-th counted token of its sequence (from 1): 0, 1 1, 2 2 2 2, 3 ...
 
     A group for `RatioMoments.of`; 20 buckets hold a million tokens. Masked tokens get -1.
@@ -243,7 +244,9 @@ def position_bucket(mask: Bool[Array, "B T"], segment_ids: Int[Array, "B T"] | N
 # (0-based within the row, so at most T of them; those of masked tokens are not read).
 
 
-def _sequence_totals(x: Float[Array, "B T"], mask: Bool[Array, "B T"], segment_ids) -> Float[Array, "B S"]:
+def _sequence_totals(
+    x: Float[Array, "B T"], mask: Bool[AnyArray, "B T"], segment_ids: Int[AnyArray, "B T"] | None
+) -> Float[Array, "B S"]:
     x = jnp.where(mask, x, jnp.zeros_like(x))
     if segment_ids is None:
         return jnp.sum(x, axis=1, keepdims=True)
@@ -253,7 +256,7 @@ def _sequence_totals(x: Float[Array, "B T"], mask: Bool[Array, "B T"], segment_i
 
 
 def sequence_sum(
-    x: Float[Array, "B T"], mask: Bool[Array, "B T"], segment_ids: Int[Array, "B T"] | None = None
+    x: Float[Array, "B T"], mask: Bool[AnyArray, "B T"], segment_ids: Int[AnyArray, "B T"] | None = None
 ) -> Float[Array, "B T"]:
     """At each token, the sum of x over the counted tokens of its sequence; 0 at masked tokens."""
     totals = _sequence_totals(x, mask, segment_ids)
@@ -262,23 +265,23 @@ def sequence_sum(
 
 
 def sequence_lengths(
-    mask: Bool[Array, "B T"], segment_ids: Int[Array, "B T"] | None = None, dtype: DTypeLike = jnp.float32
+    mask: Bool[AnyArray, "B T"], segment_ids: Int[AnyArray, "B T"] | None = None, dtype: DTypeLike = jnp.float32
 ) -> Float[Array, "B T"]:
     """At each token, the number of counted tokens of its sequence; 0 at masked tokens."""
-    return sequence_sum(mask.astype(dtype), mask, segment_ids)
+    return sequence_sum(jnp.asarray(mask, dtype), mask, segment_ids)
 
 
 def num_sequences(
-    mask: Bool[Array, "B T"], segment_ids: Int[Array, "B T"] | None = None, dtype: DTypeLike = jnp.float32
+    mask: Bool[AnyArray, "B T"], segment_ids: Int[AnyArray, "B T"] | None = None, dtype: DTypeLike = jnp.float32
 ) -> Float[Array, ""]:
     """The number of sequences with at least one counted token."""
-    totals = _sequence_totals(mask.astype(jnp.float32), mask, segment_ids)
+    totals = _sequence_totals(jnp.asarray(mask, jnp.float32), mask, segment_ids)
     return jnp.sum(totals > 0, dtype=dtype)
 
 
 def sequence_moments(
-    log_ratio: Float[Array, "B T"], mask: Bool[Array, "B T"], segment_ids: Int[Array, "B T"] | None = None
+    log_ratio: Float[Array, "B T"], mask: Bool[AnyArray, "B T"], segment_ids: Int[AnyArray, "B T"] | None = None
 ) -> RatioMoments:
     """The moments of the ratios of whole sequences, exp(sum of log_ratio)."""
     totals = _sequence_totals(log_ratio, mask, segment_ids)
-    return RatioMoments.of(totals, _sequence_totals(real(mask.astype(jnp.float32)), mask, segment_ids) > 0)
+    return RatioMoments.of(totals, _sequence_totals(jnp.asarray(mask, jnp.float32), mask, segment_ids) > 0)

@@ -9,10 +9,14 @@ Masks are True where a token counts, and come from lengths, never from ids.
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar, overload
 
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
+
+AnyArray = Array | np.ndarray
+"""Numpy's on the host, where rollouts are scored and batches are made; JAX's on devices, which take both and return
+their own."""
 
 
 class FinishReason(IntEnum):
@@ -34,25 +38,25 @@ class Rollout(NamedTuple):
     after temperature); it and `policy_version` are meaningful at actions only.
     """
 
-    tokens: Int[Array, "B S"]
-    length: Int[Array, " B"]  # tokens of the row, prompt and response
-    action_mask: Bool[Array, "B S"]
-    behaviour_log_probs: Float[Array, "B S"]
-    temperature: Float[Array, " B"]
-    policy_version: Int[Array, "B S"]  # rollout steps that the parameters which drew the token had been trained for
-    source: Int[Array, " B"]  # whose rollout it is: 0 is this run's own sampler
-    finish_reason: Int[Array, " B"]  # FinishReason
-    group: Int[Array, " B"]  # rows with the same value answer the same prompt
-    task: Int[Array, " B"]  # which component of a mixture asked; 0 otherwise
+    tokens: Int[AnyArray, "B S"]
+    length: Int[AnyArray, " B"]  # tokens of the row, prompt and response
+    action_mask: Bool[AnyArray, "B S"]
+    behaviour_log_probs: Float[AnyArray, "B S"]
+    temperature: Float[AnyArray, " B"]
+    policy_version: Int[AnyArray, "B S"]  # rollout steps that the parameters which drew the token had been trained for
+    source: Int[AnyArray, " B"]  # whose rollout it is: 0 is this run's own sampler
+    finish_reason: Int[AnyArray, " B"]  # FinishReason
+    group: Int[AnyArray, " B"]  # rows with the same value answer the same prompt
+    task: Int[AnyArray, " B"]  # which component of a mixture asked; 0 otherwise
     support: Support | None = None  # [B, S, K]: mu's distribution at each token, where an objective asks for it
 
     @property
-    def response_length(self) -> Int[Array, " B"]:
+    def response_length(self) -> Int[AnyArray, " B"]:
         """Tokens that the policy drew, the one that ended the row included."""
         return self.action_mask.sum(axis=1, dtype=np.int32)
 
     @property
-    def prompt_length(self) -> Int[Array, " B"]:
+    def prompt_length(self) -> Int[AnyArray, " B"]:
         """Tokens before the first that the policy drew."""
         return self.action_mask.argmax(axis=1)
 
@@ -67,10 +71,10 @@ def responses(rollout: Rollout) -> list[list[int]]:
 class Inputs(NamedTuple):
     """What the model reads to predict a batch."""
 
-    tokens: Int[Array, "B T"]
-    targets: Int[Array, "B T"]
-    positions: Int[Array, "B T"]  # within a sequence, from 0
-    temperature: Float[Array, "B T"]  # the learner's: logits are divided by it
+    tokens: Int[AnyArray, "B T"]
+    targets: Int[AnyArray, "B T"]
+    positions: Int[AnyArray, "B T"]  # within a sequence, from 0
+    temperature: Float[AnyArray, "B T"]  # the learner's: logits are divided by it
 
 
 class Support(NamedTuple):
@@ -80,9 +84,9 @@ class Support(NamedTuple):
     and the rest of the vocabulary is one bucket. The anchors share the indices.
     """
 
-    indices: Int[Array, "B T K"] | None = None
-    behaviour_log_probs: Float[Array, "B T K"] | None = None
-    proximal_log_probs: Float[Array, "B T K"] | None = None
+    indices: Int[AnyArray, "B T K"] | None = None
+    behaviour_log_probs: Float[AnyArray, "B T K"] | None = None
+    proximal_log_probs: Float[AnyArray, "B T K"] | None = None
 
 
 class Batch(NamedTuple):
@@ -92,17 +96,17 @@ class Batch(NamedTuple):
     packed row apart (0-based within the row, not read where masked); None: one sequence a row.
     """
 
-    mask: Bool[Array, "B T"]
-    behaviour_log_probs: Float[Array, "B T"]
-    advantages: Float[Array, "B T"]
-    proximal_log_probs: Float[Array, "B T"] | None = None  # a snapshot of the learner's own policy
-    reference_log_probs: Float[Array, "B T"] | None = None  # a frozen policy
+    mask: Bool[AnyArray, "B T"]
+    behaviour_log_probs: Float[AnyArray, "B T"]
+    advantages: Float[AnyArray, "B T"]
+    proximal_log_probs: Float[AnyArray, "B T"] | None = None  # a snapshot of the learner's own policy
+    reference_log_probs: Float[AnyArray, "B T"] | None = None  # a frozen policy
     support: Support | None = None
-    segment_ids: Int[Array, "B T"] | None = None
-    staleness: Int[Array, "B T"] | None = None  # learner step - policy version, in rollout steps
-    source: Int[Array, "B T"] | None = None  # whose rollout it is, as `Rollout.source`
-    task: Int[Array, "B T"] | None = None  # which component of a mixture asked, as `Rollout.task`
-    row: Int[Array, "B T"] | None = None  # the row of the step's batch that the token is from
+    segment_ids: Int[AnyArray, "B T"] | None = None
+    staleness: Int[AnyArray, "B T"] | None = None  # learner step - policy version, in rollout steps
+    source: Int[AnyArray, "B T"] | None = None  # whose rollout it is, as `Rollout.source`
+    task: Int[AnyArray, "B T"] | None = None  # which component of a mixture asked, as `Rollout.task`
+    row: Int[AnyArray, "B T"] | None = None  # the row of the step's batch that the token is from
     inputs: Inputs | None = None  # None where the log-probs are computed elsewhere
 
 
@@ -112,3 +116,21 @@ class Policy(NamedTuple):
     log_probs: Float[Array, "B T"]  # of the targets, float32, at the learner's temperature
     entropy: Float[Array, "B T"] | None = None
     support_log_probs: Float[Array, "B T K"] | None = None  # at `batch.support.indices`, or of all tokens
+
+
+T = TypeVar("T")
+
+
+@overload  # since no type checker solves T for a union
+def required(value: AnyArray | None, name: str) -> AnyArray: ...
+@overload
+def required(value: T | None, name: str) -> T: ...
+def required(value: T | None, name: str) -> T:
+    """Returns a field of a batch or a policy that not all of them have.
+
+    Raises:
+        ValueError: it is None.
+    """
+    if value is None:
+        raise ValueError(f"{name} is needed, and is None")
+    return value

@@ -89,7 +89,7 @@ def _called(line: str) -> list[str]:
 
 
 def _entry(text: str) -> str:
-    return re.search(r"^ENTRY %?([\w.\-]+)", text, re.MULTILINE)[1]
+    return re.findall(r"^ENTRY %?([\w.\-]+)", text, re.MULTILINE)[0]
 
 
 def _computations(text: str) -> dict[str, list[str]]:
@@ -142,7 +142,7 @@ def _of_computation(name: str, lines: list[str], executions: int) -> Iterator[Co
     for line in lines:
         instruction = _INSTRUCTION.match(line)
         operation = _OPERATION.match(instruction[2]) if instruction else None
-        if operation is None:
+        if instruction is None or operation is None:
             continue
         result = _num_bytes(operation["type"])
         sizes[instruction[1]] = result
@@ -167,4 +167,4 @@ def _num_bytes(type_text: str) -> int:
 
 
 def _bits(dtype: str) -> int:
-    return 8 if dtype == "pred" else int(re.search(r"\d+", dtype)[0])
+    return 8 if dtype == "pred" else int(re.findall(r"\d+", dtype)[0])

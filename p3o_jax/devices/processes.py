@@ -49,8 +49,8 @@ def initialize() -> None:
     names = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
     given = [os.environ.get(name) for name in names]
     try:
-        if all(given):
-            address, count, index = given
+        address, count, index = given
+        if address and count and index:
             jax.distributed.initialize(address, int(count), int(index), shutdown_timeout_seconds=_SHUTDOWN_SECONDS)
         else:
             jax.distributed.initialize(shutdown_timeout_seconds=_SHUTDOWN_SECONDS)

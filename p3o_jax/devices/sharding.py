@@ -163,7 +163,7 @@ def gather_over_processes(values: np.ndarray) -> np.ndarray:
 
 def sum_over_processes(values: np.ndarray) -> np.ndarray:
     """Host values summed over all processes; every process must call it."""
-    return gather_over_processes(values).sum(axis=0)
+    return np.asarray(gather_over_processes(values).sum(axis=0))
 
 
 # Collectives, for use inside `shard_map`.
@@ -205,7 +205,7 @@ def _gather_forward(axis: int, dtype: jnp.dtype, weight: Array):
     return _gather(axis, dtype, weight), jnp.zeros((), weight.dtype)
 
 
-def _gather_backward(axis: int, dtype: jnp.dtype, like: Array, gradient: Array):
+def _gather_backward(axis: int, dtype: jnp.dtype, like: Any, gradient: Array):
     gradient = gradient.astype(like.dtype)
     return (jax.lax.psum_scatter(gradient, "fsdp", scatter_dimension=axis, tiled=True),)
 

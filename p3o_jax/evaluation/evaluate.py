@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, UInt8
+from jaxtyping import Array, Bool, Float, Int, Key, UInt8
 from numpy.typing import ArrayLike
 
 from p3o_jax.batch.types import FinishReason, Rollout, responses
@@ -55,7 +55,7 @@ def evaluate(
     scorer: Scorer,
     prompts: Sequence[EncodedPrompt],
     *,
-    key: Array,
+    key: Key[Array, ""],
     num_samples: int,
     sampling: Sampling,
     greedy: bool,

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jaxtyping import Array
+from jaxtyping import Array, Key
 
 from p3o_jax.devices.processes import fail_together
 from p3o_jax.evaluation.evaluate import evaluate
@@ -37,7 +37,7 @@ class HeldOut:
     scorer: Scorer
     sets: Mapping[str, Sequence[EncodedPrompt]]
     """Prompts by the name of their task."""
-    key: Array
+    key: Key[Array, ""]
     num_samples: int
     sampling: Sampling
     prompts_per_batch: int

@@ -10,10 +10,10 @@ from typing import Any, TypeVar
 
 import jax
 import numpy as np
-from jaxtyping import Bool
+from jaxtyping import Bool, Float
 
 from p3o_jax.batch.metrics import Histogram
-from p3o_jax.batch.types import Batch, FinishReason, Inputs, Rollout, Support, responses
+from p3o_jax.batch.types import AnyArray, Batch, FinishReason, Inputs, Rollout, Support, responses
 from p3o_jax.devices import sharding
 from p3o_jax.tasks.base import Prompt
 from p3o_jax.tokenizers.text import Tokenizer
@@ -28,7 +28,7 @@ def local_prompts(prompts: Sequence[T], num_processes: int = 1, process: int = 0
     return prompts[process * share : (process + 1) * share]
 
 
-def check_log_probs(rollout: Rollout, mask: Bool[np.ndarray, "B S"]) -> None:
+def check_log_probs(rollout: Rollout, mask: Bool[AnyArray, "B S"]) -> None:
     """Refuses tokens that were drawn from no distribution, as those of weights that are not finite.
 
     Raises:
@@ -47,7 +47,7 @@ def check_log_probs(rollout: Rollout, mask: Bool[np.ndarray, "B S"]) -> None:
 
 def make_batch(
     rollout: Rollout,
-    advantages: np.ndarray,
+    advantages: Float[np.ndarray, " B"],
     *,
     learner_temperature: float | None,
     step: int,
@@ -144,16 +144,16 @@ def rollout_metrics(rollout: Rollout, step: int, longest: int) -> dict[str, Any]
 def readable(
     prompts: Sequence[Prompt],
     rollout: Rollout,
-    rewards: np.ndarray,
-    advantages: np.ndarray,
-    log_probs: np.ndarray,
+    rewards: Float[np.ndarray, " B"],
+    advantages: Float[np.ndarray, " B"],
+    log_probs: Float[np.ndarray, "B T"],
     *,
     tokenizer: Tokenizer,
 ) -> list[dict[str, Any]]:
     """Rollouts as a person reads them: text, reward, and each response token with its behaviour log-prob and log-ratio.
 
     Args:
-        log_probs: [B, S - 1], the policy's, aligned with predictions.
+        log_probs: the policy's, aligned with predictions: T = S - 1.
     """
     texts = {prompt.index: prompt.text for prompt in prompts}
     rows = []

@@ -17,9 +17,9 @@ from typing import Any
 
 import jax
 import numpy as np
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Int, Shaped
 
-from p3o_jax.batch.types import Batch
+from p3o_jax.batch.types import AnyArray, Batch, required
 from p3o_jax.devices import sharding
 
 HOLE = -1
@@ -41,7 +41,7 @@ def pack(batches: Sequence[Batch], unit: int) -> list[Batch]:
     return [_packed(batch, plan, count) for batch, plan in zip(batches, plans, strict=True)]
 
 
-def sequence_lengths(mask: Bool[np.ndarray, "B T"]) -> Int[np.ndarray, " B"]:
+def sequence_lengths(mask: Bool[AnyArray, "B T"]) -> Int[np.ndarray, " B"]:
     """Columns of each row up to its last that counts; 0 where none does."""
     return np.where(mask.any(axis=1), mask.shape[1] - np.argmax(mask[:, ::-1], axis=1), 0)
 
@@ -95,11 +95,11 @@ def _packed(batch: Batch, plan: list[list[int]], count: int) -> Batch:
             start += lengths[i]
     hole = segments == HOLE
 
-    def gather(leaf: np.ndarray, filler: Any = 0) -> np.ndarray:
-        found = leaf[source_row, source_column]
+    def gather(leaf: Shaped[AnyArray, "B T ..."], filler: Any = 0) -> Shaped[np.ndarray, "R T ..."]:
+        found = np.asarray(leaf)[source_row, source_column]
         found[hole] = filler
         return found
 
     packed = jax.tree.map(gather, batch)
-    temperature = gather(batch.inputs.temperature, 1.0)  # logits are divided by it, in holes too
+    temperature = gather(required(batch.inputs, "inputs").temperature, 1.0)  # logits are divided by it, in holes too
     return packed._replace(segment_ids=segments, inputs=packed.inputs._replace(temperature=temperature))

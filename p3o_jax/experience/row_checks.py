@@ -16,6 +16,7 @@ from itertools import islice
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
+from jaxtyping import Bool
 
 from p3o_jax.devices.processes import of_process_0
 from p3o_jax.experience import row_cache
@@ -107,7 +108,7 @@ def _usable(dataset: Dataset, checks: Checks) -> Dataset:
     return dataset.with_rows(index)
 
 
-def _leave_out(found: Sequence[Fault], kept: np.ndarray, rows: Rows, faults: Faults) -> None:
+def _leave_out(found: Sequence[Fault], kept: Bool[np.ndarray, " n"], rows: Rows, faults: Faults) -> None:
     for row, reason in sorted(found):
         if kept[row]:
             faults.add(rows.where(row), reason)

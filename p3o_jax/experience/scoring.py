@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Bool, Float, Int
 
-from p3o_jax.batch.types import FinishReason, Rollout, responses
+from p3o_jax.batch.types import AnyArray, FinishReason, Rollout, responses
 from p3o_jax.devices import sharding
 from p3o_jax.devices.processes import of_first_process, row_share
 from p3o_jax.rewards.base import Completion, Graded, Prompt, Reward, graded, judge
@@ -137,6 +137,7 @@ class Scorer:
 
     def _processes(self) -> VerifierPool:
         if self._pool is None:
+            assert self._reward is not None  # a task's own function is called in this process
             self._pool = VerifierPool(self._reward, self._settings)
         return self._pool
 
@@ -180,7 +181,7 @@ def agreed(scores: Scores, mesh: Mesh) -> Scores:
 
 
 def score_metrics(
-    scores: Scores, group: Int[np.ndarray, " B"], component: Int[np.ndarray, " B"], task: Task, mesh: Mesh
+    scores: Scores, group: Int[AnyArray, " B"], component: Int[AnyArray, " B"], task: Task, mesh: Mesh
 ) -> dict[str, float]:
     """What is logged of a step's rewards, over all processes; of rows whose reward is known, but for the counts."""
     known = scores.known
@@ -228,7 +229,7 @@ def score_metrics(
     return metrics
 
 
-def without_variance(scores: Scores, group: Int[np.ndarray, " B"]) -> tuple[Bool[np.ndarray, " B"], np.ndarray]:
+def without_variance(scores: Scores, group: Int[AnyArray, " B"]) -> tuple[Bool[np.ndarray, " B"], np.ndarray]:
     """Rows whose group has one and the same reward wherever it is known, and the groups in which any is known.
 
     A group of which nothing is known has nothing to learn from either.

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
-from jaxtyping import Array, Bool
+from jaxtyping import Array, Bool, Key
 
 from p3o_jax.batch.types import Rollout
 from p3o_jax.devices import sharding
@@ -49,6 +49,7 @@ class Experience(NamedTuple):
     """What was left out, over all processes."""
 
 
+@runtime_checkable
 class Clock(Protocol):
     """Is told which phase of a step runs."""
 
@@ -58,6 +59,7 @@ class Clock(Protocol):
         """Ends the phase that runs and begins the next."""
 
 
+@runtime_checkable
 class ExperienceSource(Protocol):
     """Gives each step its rows. Every process must make each call."""
 
@@ -81,7 +83,7 @@ class FreshRollouts:
         scorer: Scorer,
         prompts: Iterator[list[EncodedPrompt]],
         *,
-        key: Callable[[int], Array],
+        key: Callable[[int], Key[Array, ""]],
         num_samples: int,
         sampling: Sampling,
         support: Any,

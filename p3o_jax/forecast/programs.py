@@ -64,12 +64,12 @@ def abstract_sampler_arguments(parts: Parts) -> tuple[tuple, dict[str, Any]]:
     """What a rollout step hands to the compiled sampler, as shapes."""
     config = parts.config
     longest = [0] * config.task.max_prompt_tokens
-    key = jax.eval_shape(lambda: run_key(config.seed, Purpose.TRAIN))
+    key = run_key(config.seed, Purpose.TRAIN)
     sampler = _sampler(parts)
     request, truncation = sampler.padded(Requests([longest], [0], key, sampling=config.sampling))
     requests = _rows(request, config.prompts_per_step, sampler.mesh)
     options = Options(config.samples_per_prompt, False, truncation, parts.plan.sampler_support)
-    arguments = (sampler.abstract_weights(), requests, key)
+    arguments = (sampler.abstract_weights(), requests, jax.eval_shape(lambda: key))
     return arguments, {"options": options}
 
 

@@ -19,12 +19,12 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Key
 
 from p3o_jax.batch import metrics as metrics_lib
 from p3o_jax.batch.breakdowns import EssByGroup, ess_breakdowns
 from p3o_jax.batch.stats import num_sequences
-from p3o_jax.batch.types import Batch, Policy, Support
+from p3o_jax.batch.types import Batch, Policy, Support, required
 from p3o_jax.devices import sharding
 from p3o_jax.learner.optimizer import OptimizerConfig, learning_rate_schedule, make_optimizer, select
 from p3o_jax.learner.plan import StepPlan
@@ -103,11 +103,11 @@ class Learner:
         """(params, batch) -> the batch with `proximal_log_probs` of these parameters, and what else of their
         distributions the objective asks for."""
 
-    def init(self, key: Array) -> TrainState:
+    def init(self, key: Key[Array, ""]) -> TrainState:
         """Random parameters, created where they belong on the mesh."""
         return self.init_from(jax.jit(self._random, out_shardings=self._shardings(self._specs))(key))
 
-    def init_with(self, key: Array, weights: nnx.State) -> TrainState:
+    def init_with(self, key: Key[Array, ""], weights: nnx.State) -> TrainState:
         """Given weights, whose buffers are taken over, and beside them random adapters if the model has any."""
         params = weights
         if self._config.lora is not None:
@@ -116,7 +116,7 @@ class Learner:
             params = lora.join(adapters, weights)
         return jax.jit(self._fresh, out_shardings=self.state_shardings(), donate_argnums=0)(params)
 
-    def _random(self, key: Array) -> nnx.State:
+    def _random(self, key: Key[Array, ""]) -> nnx.State:
         return nnx.state(Transformer(self._config, self._vocab_size, nnx.Rngs(params=key)))
 
     def init_from(self, params: nnx.State) -> TrainState:
@@ -128,8 +128,8 @@ class Learner:
         copy = jax.tree.map(partial(jnp.array, copy=True), params)
         return TrainState(copy, self._optimizer.init(lora.split(params)[0]), zero, zero, zero)
 
-    def abstract_state(self) -> TrainState:
-        """Shapes, dtypes and shardings of the state, for restoring a checkpoint."""
+    def abstract_state(self) -> Any:
+        """`TrainState` of shapes, dtypes and shardings of the state, for restoring a checkpoint."""
         shapes = jax.eval_shape(self._fresh, self._abstract)
         return jax.tree.map(
             lambda shape, place: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=place),
@@ -137,15 +137,15 @@ class Learner:
             self.state_shardings(),
         )
 
-    def state_shardings(self) -> TrainState:
-        """Parameters by the table of logical axes; moments lie where their parameters do."""
+    def state_shardings(self) -> Any:
+        """`TrainState` of shardings: parameters by the table of logical axes, moments where their parameters are."""
         whole = NamedSharding(self.mesh, PartitionSpec())
         params = self._shardings(self._specs)
         shapes = jax.eval_shape(self._optimizer.init, lora.split(self._abstract)[0])
         opt_state = optax.tree.map_params(
             self._optimizer, lambda _, place: place, shapes, lora.split(params)[0], transform_non_params=lambda _: whole
         )
-        return TrainState(params, opt_state, whole, whole, whole)
+        return TrainState._make((params, opt_state, whole, whole, whole))
 
     def _shardings(self, specs: Any) -> Any:
         return jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), specs)
@@ -202,7 +202,7 @@ class Learner:
             self._local_gradients,
             mesh=self.mesh,
             in_specs=(self._specs, rows),
-            out_specs=Gradients(lora.split(self._specs)[0], whole, whole, whole, whole, rows),
+            out_specs=Gradients._make((lora.split(self._specs)[0], whole, whole, whole, whole, rows)),
         )
         return gradients(params, batch)
 
@@ -239,9 +239,11 @@ class Learner:
     def _distributions(self, params: nnx.State, batch: Batch, support: Any) -> TokenDistributions:
         """The model on these rows; `support` as in `token_distributions`."""
         model: Transformer = nnx.merge(self._graphdef, params)
-        inputs = batch.inputs
-        hidden, _ = model.hidden(inputs.tokens, inputs.positions, batch.segment_ids)
-        arrays = (hidden, model.output_weights(), inputs.targets, inputs.temperature)
+        tokens, targets, positions, temperature = map(jnp.asarray, required(batch.inputs, "inputs"))
+        hidden, _ = model.hidden(
+            tokens, positions, None if batch.segment_ids is None else jnp.asarray(batch.segment_ids)
+        )
+        arrays = (hidden, model.output_weights(), targets, temperature)
         return token_distributions(*arrays, support, softcap=self._config.logit_softcap)
 
     def _support_of(self, batch: Batch) -> Any:

@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
-from p3o_jax.batch.types import Batch, Inputs, Support
+from p3o_jax.batch.types import AnyArray, Batch, Inputs, Support
 from p3o_jax.devices import sharding
 from p3o_jax.devices.processes import agreed_any, all_rows, fail_together
 
@@ -24,7 +24,7 @@ MAX_DUMPS = 10
 def nonfinite_rows(
     log_probs: Callable[[Batch], Float[Array, "B T"]],
     batch: Batch,
-    group: Int[np.ndarray, " B"],
+    group: Int[AnyArray, " B"],
     num_parts: int,
     mesh: Mesh,
 ) -> tuple[str, Float[np.ndarray, "B T"]]:
@@ -62,7 +62,7 @@ class Dump(NamedTuple):
     """A batch with an update that was skipped: the rows of all processes, in order, one sequence a row."""
 
     batch: Batch
-    group: Int[np.ndarray, " B"]
+    group: Int[AnyArray, " B"]
     policy_log_probs: Float[np.ndarray, "B T"]  # under the parameters that remained
 
 
@@ -86,7 +86,8 @@ def write_dump(path: Path, dump: Dump, mesh: Mesh) -> bool:
             path.parent.mkdir(exist_ok=True)
             temporary = path.with_suffix(".tmp")
             with open(temporary, "wb") as file:
-                np.savez(file, **dict(_flat(dump)))
+                arrays: dict[str, Any] = dict(_flat(dump))
+                np.savez(file, **arrays)
             temporary.replace(path)
     return True
 

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
+from jax.typing import DTypeLike
 
 # A bfloat16 number rounds back to itself when it changes by less than 2^-9 to 2^-8 of itself, 0.2 to 0.4 %.
 BFLOAT16_BETA = 0.99
@@ -89,10 +90,10 @@ def make_optimizer(config: OptimizerConfig, num_updates: int) -> optax.GradientT
     return optax.GradientTransformation(chain.init, _loosely(chain.update))
 
 
-def _kept_in(dtype: jnp.dtype, adam: optax.GradientTransformation) -> optax.GradientTransformation:
+def _kept_in(dtype: DTypeLike, adam: optax.GradientTransformation) -> optax.GradientTransformation:
     """Adam in float32 whose moments are rounded to a dtype between updates."""
 
-    def cast(state: optax.ScaleByAdamState, dtype: jnp.dtype) -> optax.ScaleByAdamState:
+    def cast(state: optax.ScaleByAdamState, dtype: DTypeLike) -> optax.ScaleByAdamState:
         mu, nu = jax.tree.map(lambda moment: moment.astype(dtype), (state.mu, state.nu))
         return state._replace(mu=mu, nu=nu)
 

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from p3o_jax.batch import metrics as metrics_lib
 from p3o_jax.batch.breakdowns import logged
-from p3o_jax.batch.types import Batch
+from p3o_jax.batch.types import AnyArray, Batch, required
 from p3o_jax.devices import sharding
 from p3o_jax.devices.processes import row_part
 from p3o_jax.experience.batches import minibatches
@@ -53,7 +53,7 @@ class Updates:
         self._packed = packed and learner.objective.statistics_scope != "micro_batch"
 
     def __call__(
-        self, state: TrainState, batch: Batch, group: Int[np.ndarray, " B"], sampled_by: PastPolicy, dump_to: Path
+        self, state: TrainState, batch: Batch, group: Int[AnyArray, " B"], sampled_by: PastPolicy, dump_to: Path
     ) -> Updated:
         """Makes one optimizer update a minibatch, epoch after epoch; nothing waits for the device in between.
 
@@ -101,7 +101,7 @@ class Updates:
         self,
         state: TrainState,
         batch: Batch,
-        group: Int[np.ndarray, " B"],
+        group: Int[AnyArray, " B"],
         metrics: dict[str, Any],
         in_a_row: int,
         dump_to: Path,
@@ -121,7 +121,7 @@ class Updates:
         if jax.process_index() == 0:
             _logger.warning("%d updates skipped: %s", metrics["optim/skipped_updates"], message)
 
-    def token_log_probs(self, batch: Batch, log_probs: Sequence[jax.Array]) -> Float[np.ndarray, "B T"]:
+    def token_log_probs(self, batch: Batch, log_probs: Sequence[Float[Array, "_ _"]]) -> Float[np.ndarray, "B T"]:
         """Puts what the updates of the first epoch saw back in the rows of this process's batch; NaN where masked.
 
         Every process must call it.
@@ -129,7 +129,8 @@ class Updates:
         rows = np.broadcast_to(np.arange(len(batch.mask), dtype=np.int32)[:, None], batch.mask.shape)
         found = np.full(batch.mask.shape, np.nan, np.float32)
         for part, seen in zip(self._cut(batch._replace(row=rows)), log_probs, strict=True):
-            found[part.row[part.mask], part.inputs.positions[part.mask]] = sharding.to_local(seen)[part.mask]
+            row, position = required(part.row, "row"), required(part.inputs, "inputs").positions
+            found[row[part.mask], position[part.mask]] = sharding.to_local(seen)[part.mask]
         return found
 
     def minibatches(self, batch: Batch) -> list[Batch]:

@@ -84,14 +84,16 @@ def _attention_weights(scores: Array, mask: Bool[Array, "..."], width: int, form
     return jax.nn.softmax(jnp.where(mask, scores, jnp.finfo(jnp.float32).min), axis=-1)
 
 
-def _same_segment(rows: Int[Array, "B T"] | None, columns: Int[Array, "B S"] | None) -> Bool[Array, "B 1 T S"] | None:
-    return None if rows is None else rows[:, None, :, None] == columns[:, None, None, :]
+def _same_segment(rows: Int[Array, "B T"], columns: Int[Array, "B S"]) -> Bool[Array, "B 1 T S"]:
+    return rows[:, None, :, None] == columns[:, None, None, :]
 
 
 def _seen(distance: Int[Array, "..."], form: AttentionForm, sliding: Bool[Array, ""] | None) -> Bool[Array, "..."]:
     """Which keys a query sees, by how many tokens they are before it."""
     seen = distance >= 0
-    return seen if sliding is None else seen & (~sliding | (distance < form.window))
+    if sliding is None or form.window is None:
+        return seen
+    return seen & (~sliding | (distance < form.window))
 
 
 def dense_attention(
@@ -132,7 +134,7 @@ def chunked_attention(
     @jax.checkpoint
     def attend(query: Array, at: Array, segments: Array | None) -> Array:
         mask = _seen(at[0][:, None] - positions, form, sliding)[None, None]
-        if segments is not None:
+        if segments is not None and segment_ids is not None:
             mask = mask & _same_segment(segments, segment_ids)
         return _xla_attention(query, key, value, mask, form)
 
@@ -162,8 +164,10 @@ def cudnn_attention(
         return jnp.pad(array, ((0, 0), (0, odd)) + ((0, 0),) * (array.ndim - 2), constant_values=filler)
 
     query, key, value = pad(query), pad(key), pad(value)
-    segment_ids = None if segment_ids is None else pad(segment_ids, -1)
-    mask = _same_segment(segment_ids, segment_ids)
+    mask = None
+    if segment_ids is not None:
+        padded = pad(segment_ids, -1)
+        mask = _same_segment(padded, padded)
 
     def attend(query: Array, key: Array, value: Array, window: tuple[int, int] | None = None) -> Array:
         with jax.numpy_dtype_promotion("standard"):
@@ -178,7 +182,7 @@ def cudnn_attention(
                 implementation="cudnn",
             )
 
-    if sliding is None:
+    if sliding is None or form.window is None:
         out = attend(query, key, value)
     else:
         windowed = partial(attend, window=(form.window - 1, 0))

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Num
 
 from p3o_jax.devices.precision import DTYPES, has_scales
 from p3o_jax.models.quantised import quantise
@@ -20,8 +20,8 @@ from p3o_jax.models.quantised import quantise
 class KVCache(NamedTuple):
     """Keys and values of all layers; slot s of a row holds its token at position s."""
 
-    keys: Float[Array, "L B K S H"]
-    values: Float[Array, "L B K S H"]
+    keys: Num[Array, "L B K S H"]  # integers in a format of integers, whose scales are beside them
+    values: Num[Array, "L B K S H"]
     key_scales: Float[Array, "L B K S"] | None = None  # float32; None: keys and values are plain numbers
     value_scales: Float[Array, "L B K S"] | None = None
 
@@ -38,7 +38,7 @@ class KVCache(NamedTuple):
     def with_room(self, tokens: int) -> KVCache:
         """The cache with so many more slots."""
 
-        def pad(array: Float[Array, "L B K S ..."]) -> Float[Array, "L B K T ..."]:
+        def pad(array: Num[Array, "L B K S ..."]) -> Num[Array, "L B K T ..."]:
             return jnp.pad(array, [(0, 0)] * 3 + [(0, tokens)] + [(0, 0)] * (array.ndim - 4))
 
         return jax.tree.map(pad, self)
@@ -80,10 +80,10 @@ class KVCache(NamedTuple):
 
     def read(
         self, layer: Int[Array, ""], dtype: DTypeLike, num_slots: int
-    ) -> tuple[Float[Array, "B K S H"], Float[Array, "B K S H"]]:
+    ) -> tuple[Float[Array, "B K {num_slots} H"], Float[Array, "B K {num_slots} H"]]:
         """A layer's first `num_slots` keys and values as numbers."""
 
-        def of_layer(array: Float[Array, "L B K S ..."]) -> Float[Array, "B K S ..."]:
+        def of_layer(array: Num[Array, "L B K S ..."]) -> Num[Array, "B K N ..."]:
             size = (1, *array.shape[1:3], num_slots, *array.shape[4:])
             return jax.lax.dynamic_slice(array, (layer, *(0,) * (array.ndim - 1)), size)[0]
 
@@ -103,6 +103,6 @@ def slot_buckets(num_slots: int) -> list[int]:
 SHORTEST = 256
 
 
-def num_bytes(cache: KVCache) -> int:
-    """What a cache, or its shapes, takes."""
+def num_bytes(cache: KVCache | list[KVCache]) -> int:
+    """What a cache, or its layers', or the shapes of either, takes."""
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache))

@@ -23,7 +23,7 @@ class TokenMean:
     """The mean over all tokens of the batch: every token weighs the same (DAPO, P3O)."""
 
     def weights(self, batch: Batch, dtype: DTypeLike = jnp.float32) -> Float[Array, "B T"]:
-        return batch.mask.astype(dtype)
+        return jnp.asarray(batch.mask, dtype)
 
     def count(self, batch: Batch, dtype: DTypeLike = jnp.float32) -> Float[Array, ""]:
         return jnp.sum(batch.mask, dtype=dtype)
@@ -53,7 +53,7 @@ class ConstantNormaliser:
             raise ValueError(f"ConstantNormaliser.tokens={self.tokens}: give a number of tokens of at least 1")
 
     def weights(self, batch: Batch, dtype: DTypeLike = jnp.float32) -> Float[Array, "B T"]:
-        return batch.mask.astype(dtype)
+        return jnp.asarray(batch.mask, dtype)
 
     def count(self, batch: Batch, dtype: DTypeLike = jnp.float32) -> Float[Array, ""]:
         return self.tokens * stats.num_sequences(batch.mask, batch.segment_ids, dtype)

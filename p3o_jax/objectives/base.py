@@ -22,7 +22,7 @@ from jaxtyping import Array, Float
 
 from p3o_jax.batch import stats
 from p3o_jax.batch.metrics import LossTerm
-from p3o_jax.batch.types import Batch, Policy
+from p3o_jax.batch.types import AnyArray, Batch, Policy, required
 from p3o_jax.objectives import kl
 from p3o_jax.objectives.aggregation import Aggregation, TokenMean
 
@@ -116,15 +116,16 @@ class Objective(ABC):
         per_token, metrics = self.policy_loss(policy, batch, statistics)
         metrics.setdefault("loss/score", self.term(per_token, batch))
         if self.entropy_coefficient:
-            per_token = per_token - self.entropy_coefficient * policy.entropy
+            per_token = per_token - self.entropy_coefficient * required(policy.entropy, "entropy")
         if self.reference_kl_coefficient:
-            divergence = kl.sampled(self.reference_kl, policy.log_probs - batch.reference_log_probs)
+            reference = required(batch.reference_log_probs, "reference_log_probs")
+            divergence = kl.sampled(self.reference_kl, policy.log_probs - reference)
             per_token = per_token + self.reference_kl_coefficient * divergence
             metrics["loss/reference_kl"] = self.term(divergence, batch)
 
         usable = jnp.isfinite(log_ratio)
         if self.snapshot is not None:
-            usable &= jnp.isfinite(policy.log_probs - batch.proximal_log_probs)
+            usable &= jnp.isfinite(policy.log_probs - required(batch.proximal_log_probs, "proximal_log_probs"))
         # A product, so that the gradient is refused along with the value.
         per_token = jnp.where(mask, per_token * jnp.where(usable, 1.0, jnp.nan), jnp.zeros_like(per_token))
 
@@ -133,10 +134,10 @@ class Objective(ABC):
         if policy.entropy is not None:
             metrics["policy/entropy"] = stats.token_mean(policy.entropy, mask)
         if batch.proximal_log_probs is not None:
-            metrics |= _proximal_metrics(policy, batch)
+            metrics |= _proximal_metrics(policy, batch, batch.proximal_log_probs)
         if self.snapshot == "rollout":
             # Same parameters, so what is left is precision (and temperature); unbiased for KL(mu, snapshot).
-            gap = batch.behaviour_log_probs - batch.proximal_log_probs
+            gap = batch.behaviour_log_probs - required(batch.proximal_log_probs, "proximal_log_probs")
             metrics["policy/precision_gap_kl"] = stats.token_mean(stats.k3_value(gap), mask)
         metrics["loss/total"] = self.term(per_token, batch)
         return per_token, jax.lax.stop_gradient(metrics)
@@ -194,10 +195,10 @@ def _at_counted_tokens(policy: Policy, batch: Batch) -> tuple[Policy, Batch]:
     )
 
 
-def _proximal_metrics(policy: Policy, batch: Batch) -> Metrics:
+def _proximal_metrics(policy: Policy, batch: Batch, proximal: Float[AnyArray, "B T"]) -> Metrics:
     """The off-policyness split in two: pi against the snapshot, and the snapshot against mu."""
-    drift = policy.log_probs - batch.proximal_log_probs
-    gap = batch.proximal_log_probs - batch.behaviour_log_probs
+    drift = policy.log_probs - proximal
+    gap = proximal - batch.behaviour_log_probs
     return {
         "policy/ess/policy_to_proximal": stats.RatioMoments.of(drift, batch.mask),
         "policy/ess/proximal_to_behaviour": stats.RatioMoments.of(gap, batch.mask),

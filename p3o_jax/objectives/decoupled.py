@@ -18,7 +18,7 @@ from jaxtyping import Array, Float
 
 from p3o_jax.batch import stats
 from p3o_jax.batch.metrics import Max, Min
-from p3o_jax.batch.types import Batch, Policy
+from p3o_jax.batch.types import Batch, Policy, required
 from p3o_jax.objectives.base import Metrics, Objective, check_field
 from p3o_jax.objectives.cispo import clipped_weight_loss
 from p3o_jax.objectives.grpo import clip_metrics, clipped_surrogate
@@ -49,7 +49,7 @@ class _Decoupled(Objective):
 
     def behaviour_weight(self, batch: Batch) -> tuple[Float[Array, "B T"], Metrics]:
         """The weight of every token, and its metrics."""
-        log_weight = batch.proximal_log_probs - batch.behaviour_log_probs
+        log_weight = required(batch.proximal_log_probs, "proximal_log_probs") - batch.behaviour_log_probs
         weight = jax.lax.stop_gradient(stats.bounded_exp(log_weight))
         metrics = {}
         if self.behaviour_weight_cap is not None:
@@ -73,7 +73,7 @@ class DecoupledPpo(_Decoupled):
     """
 
     def policy_loss(self, policy: Policy, batch: Batch, statistics: Any) -> tuple[Float[Array, "B T"], Metrics]:
-        log_ratio = policy.log_probs - batch.proximal_log_probs
+        log_ratio = policy.log_probs - required(batch.proximal_log_probs, "proximal_log_probs")
         weight, metrics = self.behaviour_weight(batch)
         surrogate = clipped_surrogate(log_ratio, batch.advantages, self.clip_low, self.clip_high)
         return -weight * surrogate, metrics | clip_metrics(log_ratio, batch, self.clip_low, self.clip_high)
@@ -84,7 +84,7 @@ class DecoupledCispo(_Decoupled):
     """L = E[ -w sg(clip(q, 1 - clip_low, 1 + clip_high)) A log pi ]     (CISPO, decoupled as in Hilton et al.)"""
 
     def policy_loss(self, policy: Policy, batch: Batch, statistics: Any) -> tuple[Float[Array, "B T"], Metrics]:
-        log_ratio = policy.log_probs - batch.proximal_log_probs
+        log_ratio = policy.log_probs - required(batch.proximal_log_probs, "proximal_log_probs")
         weight, metrics = self.behaviour_weight(batch)
         per_token = weight * clipped_weight_loss(log_ratio, policy, batch, self.clip_low, self.clip_high)
         return per_token, metrics | clip_metrics(log_ratio, batch, self.clip_low, self.clip_high)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from p3o_jax.batch import metrics as metric_types
-from p3o_jax.batch.types import Batch, Policy, Support
+from p3o_jax.batch.types import AnyArray, Batch, Policy, Support
 from p3o_jax.objectives.base import Objective
 
 
@@ -17,15 +18,15 @@ def objective_loss(
     objective: Objective,
     log_probs: Float[Array, "B T"],
     *,
-    behaviour_log_probs: Float[Array, "B T"],
-    advantages: Float[Array, "B T"] | Float[Array, " B"],
-    mask: Bool[Array, "B T"] | Float[Array, "B T"],
-    proximal_log_probs: Float[Array, "B T"] | None = None,
-    reference_log_probs: Float[Array, "B T"] | None = None,
+    behaviour_log_probs: Float[AnyArray, "B T"],
+    advantages: Float[AnyArray, "B T"] | Float[AnyArray, " B"],
+    mask: Bool[AnyArray, "B T"] | Float[AnyArray, "B T"],
+    proximal_log_probs: Float[AnyArray, "B T"] | None = None,
+    reference_log_probs: Float[AnyArray, "B T"] | None = None,
     entropy: Float[Array, "B T"] | None = None,
     support: Support | None = None,
     support_log_probs: Float[Array, "B T K"] | None = None,
-    segment_ids: Int[Array, "B T"] | None = None,
+    segment_ids: Int[AnyArray, "B T"] | None = None,
     axis_name: str | Sequence[str] | None = None,
 ) -> tuple[Float[Array, ""], dict[str, Array]]:
     """The loss and the metrics of one batch; the batch given is the whole optimizer batch.
@@ -57,36 +58,9 @@ def objective_loss(
     Raises:
       ValueError: shapes or dtypes disagree, or something that the objective needs is missing.
     """
-    arrays = {
-        "log_probs": log_probs,
-        "behaviour_log_probs": behaviour_log_probs,
-        "advantages": advantages,
-        "mask": mask,
-        "proximal_log_probs": proximal_log_probs,
-        "reference_log_probs": reference_log_probs,
-        "entropy": entropy,
-        "segment_ids": segment_ids,
-    }
-    for name in ("log_probs", "behaviour_log_probs", "advantages", "mask"):
-        if arrays[name] is None:
-            raise ValueError(f"{name} is None: every objective needs it")
-    arrays = {name: None if x is None else jnp.asarray(x) for name, x in arrays.items()}
-    if arrays["advantages"].ndim == 1 and arrays["log_probs"].ndim == 2:
-        _check_shape("advantages", arrays["advantages"], arrays["log_probs"].shape[:1])
-        arrays["advantages"] = jnp.broadcast_to(arrays["advantages"][:, None], arrays["log_probs"].shape)
-    _check(arrays, support, support_log_probs)
-
-    mask = arrays["mask"]
-    policy = Policy(arrays["log_probs"], arrays["entropy"], support_log_probs)
-    batch = Batch(
-        mask=mask if mask.dtype == jnp.bool_ else mask > 0.5,
-        behaviour_log_probs=arrays["behaviour_log_probs"],
-        advantages=arrays["advantages"],
-        proximal_log_probs=arrays["proximal_log_probs"],
-        reference_log_probs=arrays["reference_log_probs"],
-        support=support,
-        segment_ids=arrays["segment_ids"],
-    )
+    policy = Policy(log_probs, entropy, support_log_probs)
+    batch = Batch(mask, behaviour_log_probs, advantages, proximal_log_probs, reference_log_probs, support, segment_ids)
+    policy, batch = _checked(policy, batch)
 
     statistics = objective.statistics(policy, batch)
     if axis_name is not None:
@@ -101,27 +75,50 @@ def objective_loss(
     return total / jnp.maximum(count, 1.0), metric_types.values(metrics)
 
 
-def _check(arrays: dict[str, Array | None], support: Support | None, support_log_probs: Array | None) -> None:
-    log_probs = arrays["log_probs"]
-    if log_probs.ndim != 2:
-        raise ValueError(f"log_probs has shape {log_probs.shape}: give [B, T], one log-prob a token")
-    for name, x in arrays.items():
+def _checked(policy: Policy, batch: Batch) -> tuple[Policy, Batch]:
+    """Makes them JAX arrays, the mask boolean, and the advantages one a token.
+
+    Raises:
+      ValueError: one that every objective needs is None, or shapes or dtypes disagree.
+    """
+    needed: dict[str, Any] = {
+        "log_probs": policy.log_probs,
+        "behaviour_log_probs": batch.behaviour_log_probs,
+        "advantages": batch.advantages,
+        "mask": batch.mask,
+    }
+    for name, x in needed.items():
+        if x is None:
+            raise ValueError(f"{name} is None: every objective needs it")
+    policy, batch = jax.tree.map(jnp.asarray, (policy, batch))
+    shape = policy.log_probs.shape
+    if len(shape) != 2:
+        raise ValueError(f"log_probs has shape {shape}: give [B, T], one log-prob a token")
+    if batch.advantages.ndim == 1:
+        _check_shape("advantages", batch.advantages, shape[:1])
+        batch = batch._replace(advantages=jnp.broadcast_to(batch.advantages[:, None], shape))
+    per_token = {name: getattr(batch, name) for name in _PER_TOKEN}
+    for name, x in {"log_probs": policy.log_probs, "entropy": policy.entropy, **per_token}.items():
         if x is not None:
-            _check_shape(name, x, log_probs.shape)
+            _check_shape(name, x, shape)
             if name == "segment_ids":
                 if not jnp.issubdtype(x.dtype, jnp.integer):
                     raise ValueError(f"segment_ids has dtype {x.dtype}: give integers")
             elif name != "mask" and not jnp.issubdtype(x.dtype, jnp.floating):
                 raise ValueError(f"{name} has dtype {x.dtype}: give floating-point numbers")
-    distributions = {"support_log_probs": support_log_probs}
-    if support is not None:
-        distributions |= {f"support.{name}": x for name, x in support._asdict().items()}
-    distributions = {name: x for name, x in distributions.items() if x is not None}
+    of_anchors = {} if batch.support is None else batch.support._asdict()
+    distributions = {"support_log_probs": policy.support_log_probs}
+    distributions |= {f"support.{name}": x for name, x in of_anchors.items()}
+    widths = [x.shape[-1] for x in distributions.values() if x is not None]
     for name, x in distributions.items():
-        width = next(iter(distributions.values())).shape[-1]
-        _check_shape(name, x, (*log_probs.shape, width))
+        if x is not None:
+            _check_shape(name, x, (*shape, widths[0]))
+    return policy, batch if batch.mask.dtype == jnp.bool_ else batch._replace(mask=batch.mask > 0.5)
 
 
-def _check_shape(name: str, x: Array, shape: tuple[int, ...]) -> None:
+_PER_TOKEN = ("mask", "behaviour_log_probs", "advantages", "proximal_log_probs", "reference_log_probs", "segment_ids")
+
+
+def _check_shape(name: str, x: AnyArray, shape: tuple[int, ...]) -> None:
     if x.shape != shape:
         raise ValueError(f"{name} has shape {x.shape}, which must be {shape}, after log_probs")

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from p3o_jax.batch import stats
-from p3o_jax.batch.types import Batch, Policy
+from p3o_jax.batch.types import AnyArray, Batch, Policy
 from p3o_jax.objectives.aggregation import Aggregation, ConstantNormaliser
 from p3o_jax.objectives.base import Metrics, check_field
 from p3o_jax.objectives.ratio import RatioObjective
@@ -77,7 +77,7 @@ class DrGrpo(Grpo):
 
 def clipped_surrogate(
     log_ratio: Float[Array, "B T"],
-    advantages: Float[Array, "B T"],
+    advantages: Float[AnyArray, "B T"],
     clip_low: float,
     clip_high: float,
     dual_clip: float | None = None,

@@ -25,6 +25,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from p3o_jax.batch.stats import bounded_exp, bounded_expm1
+from p3o_jax.batch.types import AnyArray
 
 EXPONENT_LIMIT = 10.0  # of the authors' k3
 PARITY_FORMS = ("reference", "k3")
@@ -88,7 +89,7 @@ def _reference(r: Float[Array, "..."]) -> Float[Array, "..."]:
 
 
 def distribution(
-    form: str, log_probs: Float[Array, "B T K"], anchor_log_probs: Float[Array, "B T K"]
+    form: str, log_probs: Float[AnyArray, "B T K"], anchor_log_probs: Float[AnyArray, "B T K"]
 ) -> Float[Array, "B T"]:
     """KL(pi, anchor) over the vocabulary (`exact`), or over k tokens and one bucket (`top_k`).
 
@@ -109,7 +110,7 @@ def distribution(
     return divergence + jnp.where(rest > rounding, rest * (log_rest - jnp.log(anchor_rest)), 0.0)
 
 
-def _relative_entropy(log_p: Float[Array, "..."], log_q: Float[Array, "..."]) -> Float[Array, "..."]:
+def _relative_entropy(log_p: Float[AnyArray, "..."], log_q: Float[AnyArray, "..."]) -> Float[Array, "..."]:
     """p (log p - log q), which is 0 where p is 0, whatever q is."""
     some = log_p > -jnp.inf
     safe = jnp.where(some, log_p, 0.0)

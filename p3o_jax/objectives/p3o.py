@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from p3o_jax.batch import stats
-from p3o_jax.batch.types import Batch, Policy
+from p3o_jax.batch.types import AnyArray, Batch, Policy, required
 from p3o_jax.objectives import kl
 from p3o_jax.objectives.base import Metrics, Objective, check_choice
 
@@ -82,7 +82,8 @@ class P3O(Objective):
     def divergence(self, policy: Policy, batch: Batch) -> Float[Array, "B T"]:
         """The KL of every token, before its weight."""
         if self.kl in kl.DISTRIBUTION_FORMS:
-            return support_kl(self.kl, policy, batch, batch.support.behaviour_log_probs)
+            anchor = required(required(batch.support, "support").behaviour_log_probs, "support.behaviour_log_probs")
+            return support_kl(self.kl, policy, batch, anchor)
         return kl.sampled(self.kl, policy.log_probs - batch.behaviour_log_probs)
 
 
@@ -94,9 +95,12 @@ def capped_score(policy: Policy, batch: Batch, cap: Float[Array, ""] | float) ->
     return -jnp.minimum(rho, cap) * batch.advantages * policy.log_probs, {"policy/cap_fraction": cap_fraction}
 
 
-def support_kl(form: str, policy: Policy, batch: Batch, anchor_log_probs: Float[Array, "B T K"]) -> Float[Array, "B T"]:
+def support_kl(
+    form: str, policy: Policy, batch: Batch, anchor_log_probs: Float[AnyArray, "B T K"]
+) -> Float[Array, "B T"]:
     """KL(pi, anchor) over the batch's support, for the forms that need distributions."""
-    if (form == "exact") != (batch.support.indices is None):
-        have = "the whole vocabulary" if batch.support.indices is None else "a few tokens"
+    indices = required(batch.support, "support").indices
+    if (form == "exact") != (indices is None):
+        have = "the whole vocabulary" if indices is None else "a few tokens"
         raise ValueError(f"kl={form!r} does not fit support.indices, which say that the support is {have}")
-    return kl.distribution(form, policy.support_log_probs, anchor_log_probs)
+    return kl.distribution(form, required(policy.support_log_probs, "support_log_probs"), anchor_log_probs)

@@ -15,7 +15,7 @@ from typing import Literal
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from p3o_jax.batch.types import Batch, Policy
+from p3o_jax.batch.types import Batch, Policy, required
 from p3o_jax.objectives import kl
 from p3o_jax.objectives.base import check_choice
 from p3o_jax.objectives.p3o import P3O, support_kl
@@ -57,6 +57,7 @@ class P3OSnapshot(P3O):
 
     def divergence(self, policy: Policy, batch: Batch) -> Float[Array, "B T"]:
         if self.kl in kl.DISTRIBUTION_FORMS:
-            return support_kl(self.kl, policy, batch, batch.support.proximal_log_probs)
-        drift = policy.log_probs - batch.proximal_log_probs
+            anchor = required(required(batch.support, "support").proximal_log_probs, "support.proximal_log_probs")
+            return support_kl(self.kl, policy, batch, anchor)
+        drift = policy.log_probs - required(batch.proximal_log_probs, "proximal_log_probs")
         return kl.sampled(self.kl, drift, policy.log_probs - batch.behaviour_log_probs)

@@ -19,7 +19,7 @@ from jaxtyping import Array, Float
 
 from p3o_jax.batch import stats
 from p3o_jax.batch.metrics import Mean, Min
-from p3o_jax.batch.types import Batch, Policy
+from p3o_jax.batch.types import AnyArray, Batch, Policy, required
 from p3o_jax.objectives import kl
 from p3o_jax.objectives.base import Metrics
 from p3o_jax.objectives.p3o import P3O, capped_score, support_kl
@@ -55,9 +55,10 @@ class P4O(P3O):
 
     def statistics(self, policy: Policy, batch: Batch) -> TwoMoments:
         self.check_needs(policy, batch)
+        proximal = required(batch.proximal_log_probs, "proximal_log_probs")
         return TwoMoments(
             behaviour=super().statistics(policy, batch),
-            proximal=super().statistics(policy, batch._replace(behaviour_log_probs=batch.proximal_log_probs)),
+            proximal=super().statistics(policy, batch._replace(behaviour_log_probs=proximal)),
         )
 
     def policy_loss(self, policy: Policy, batch: Batch, statistics: Any) -> tuple[Float[Array, "B T"], Metrics]:
@@ -93,14 +94,22 @@ class P4O(P3O):
     ) -> Float[Array, "B T"]:
         """The KL of every token to share_b mu + share_p p, before its weight."""
         if self.kl in kl.DISTRIBUTION_FORMS:
-            anchors = batch.support
-            mixture = _log_mixture(anchors.behaviour_log_probs, anchors.proximal_log_probs, share_b, share_p)
+            anchors = required(batch.support, "support")
+            behaviour = required(anchors.behaviour_log_probs, "support.behaviour_log_probs")
+            proximal = required(anchors.proximal_log_probs, "support.proximal_log_probs")
+            mixture = _log_mixture(behaviour, proximal, share_b, share_p)
             return support_kl(self.kl, policy, batch, mixture)
-        mixture = _log_mixture(batch.behaviour_log_probs, batch.proximal_log_probs, share_b, share_p)
+        proximal = required(batch.proximal_log_probs, "proximal_log_probs")
+        mixture = _log_mixture(batch.behaviour_log_probs, proximal, share_b, share_p)
         return kl.sampled(self.kl, policy.log_probs - mixture, policy.log_probs - batch.behaviour_log_probs)
 
 
-def _log_mixture(log_b: Array, log_p: Array, share_b, share_p) -> Array:
+def _log_mixture(
+    log_b: Float[AnyArray, "..."],
+    log_p: Float[AnyArray, "..."],
+    share_b: Float[Array, ""] | float,
+    share_p: Float[Array, ""] | float,
+) -> Float[Array, "..."]:
     """log(share_b exp(log_b) + share_p exp(log_p)), a constant; a share of 0 takes its part out."""
     share_b, share_p = jnp.asarray(share_b, log_b.dtype), jnp.asarray(share_p, log_b.dtype)
     return jax.lax.stop_gradient(jnp.logaddexp(jnp.log(share_b) + log_b, jnp.log(share_p) + log_p))

@@ -7,7 +7,7 @@ from typing import Literal
 
 from jaxtyping import Array, Float
 
-from p3o_jax.batch.types import Batch, Policy
+from p3o_jax.batch.types import AnyArray, Batch, Policy, required
 from p3o_jax.objectives.base import Objective, check_choice
 
 
@@ -29,5 +29,10 @@ class RatioObjective(Objective):
 
     def log_ratio(self, policy: Policy, batch: Batch) -> Float[Array, "B T"]:
         """log pi - log pi_old of every token."""
-        old = batch.proximal_log_probs if self.ratio_to == "proximal" else batch.behaviour_log_probs
-        return policy.log_probs - old
+        return policy.log_probs - self.old_log_probs(batch)
+
+    def old_log_probs(self, batch: Batch) -> Float[AnyArray, "B T"]:
+        """log pi_old of every token."""
+        if self.ratio_to == "behaviour":
+            return batch.behaviour_log_probs
+        return required(batch.proximal_log_probs, "proximal_log_probs")

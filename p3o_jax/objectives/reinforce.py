@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from p3o_jax.batch.types import Batch, Policy
@@ -20,7 +21,7 @@ class Reinforce(Objective):
     """
 
     def policy_loss(self, policy: Policy, batch: Batch, statistics: Any) -> tuple[Float[Array, "B T"], Metrics]:
-        return -batch.advantages * policy.log_probs, {}
+        return -jnp.asarray(batch.advantages) * policy.log_probs, {}
 
 
 @dataclass(frozen=True, kw_only=True)

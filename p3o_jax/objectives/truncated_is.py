@@ -89,8 +89,7 @@ class Vcpo(TruncatedIs):
 
     def statistics(self, policy: Policy, batch: Batch) -> stats.RatioMoments:
         self.check_needs(policy, batch)
-        old = batch.proximal_log_probs if self.ratio_to == "proximal" else batch.behaviour_log_probs
-        log_ratio = stats.log_ratio(policy.log_probs, old, batch.mask)
+        log_ratio = stats.log_ratio(policy.log_probs, self.old_log_probs(batch), batch.mask)
         if self.level == "sequence":
             return stats.sequence_moments(log_ratio, batch.mask, batch.segment_ids)
         return stats.RatioMoments.of(log_ratio, batch.mask)

@@ -88,13 +88,14 @@ def mismatch(
         group: the prompt of each row, over which the error of the ESS is taken.
     """
     found = jax.device_get(_statistics(log_probs, behaviour, divergence, mask))
+    means: dict[str, Any] = {"kl": None} | {name: float(found[name]) for name in found if name != "nonfinite"}
     with np.errstate(invalid="ignore"):  # of what is masked, or is counted as not finite
         ess = ess_of_prompts(log_probs.astype(np.float64) - behaviour, mask, group)
     return Mismatch(
         ess=ess.ess,
         ess_error=ess.error,
         largest_prompt_share=ess.largest_share,
-        **({"kl": None} | {name: float(value) for name, value in found.items() if name != "nonfinite"}),
+        **means,
         nonfinite=int(found["nonfinite"]),
         num_tokens=int(mask.sum()),
         num_rows=len(mask),

@@ -43,7 +43,7 @@ class _Moments(NamedTuple):
     def ess_lost(self) -> Float[np.ndarray, "*G"]:
         """1 - ess = v / (1 + v), with its digits where it is small; there must be a token."""
         v = self.squares / self.count / self.mean**2
-        return v / (1.0 + v)
+        return np.asarray(v / (1.0 + v))
 
 
 _NOTHING = _Moments(*np.array([-np.inf, 0.0, 0.0, 0.0]))
@@ -79,7 +79,9 @@ def ess_of_prompts(
     return EssOfPrompts(ess, error, float(squares.max() / squares.sum()))
 
 
-def _by_prompt(log_ratio: np.ndarray, mask: np.ndarray, group: np.ndarray) -> _Moments:
+def _by_prompt(
+    log_ratio: Float[np.ndarray, "B T"], mask: Bool[np.ndarray, "B T"], group: Int[np.ndarray, " B"]
+) -> _Moments:
     """The moments of each prompt that has tokens."""
     row, _ = np.nonzero(mask)
     _, prompt, count = np.unique(group[row], return_inverse=True, return_counts=True)

@@ -10,8 +10,9 @@ import jax
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
+from jaxtyping import Float, Shaped
 
-from p3o_jax.batch.types import Batch, Rollout
+from p3o_jax.batch.types import AnyArray, Batch, Rollout
 from p3o_jax.devices import sharding
 from p3o_jax.devices.precision import Precision
 from p3o_jax.experience.batches import make_batch
@@ -190,7 +191,9 @@ class Prober:
             groups.append(group[: 2 * rows])
         return mismatch(_stack(whole), _stack(halves), None, _stack(masks), np.concatenate(groups))
 
-    def _top(self, rollouts: list[Rollout], of_learner: list[np.ndarray], batches: list[Batch]) -> Iterator[Token]:
+    def _top(
+        self, rollouts: list[Rollout], of_learner: list[Float[np.ndarray, "_ _"]], batches: list[Batch]
+    ) -> Iterator[Token]:
         """The tokens with the largest |log ratio|, those that are not finite first; each prompt and position once."""
         found: dict[tuple[int, int], tuple[float, int, int, int]] = {}
         for i, (log_probs, batch) in enumerate(zip(of_learner, batches, strict=True)):
@@ -218,7 +221,7 @@ def _parts(prompts: Sequence, size: int) -> list[Sequence]:
     return [prompts[start : start + size] for start in range(0, len(prompts), size)]
 
 
-def _stack(parts: Sequence[Any]) -> np.ndarray:
+def _stack(parts: Sequence[Shaped[AnyArray, "_ _"]]) -> Shaped[np.ndarray, "B T"]:
     """Rows of all parts [B, T]; shorter ones are padded at the end, where the mask is False."""
     longest = max(part.shape[1] for part in parts)
     return np.concatenate([np.pad(part, ((0, 0), (0, longest - part.shape[1]))) for part in parts])

@@ -367,6 +367,8 @@ def parsed(latex: str) -> Any:
     for character in latex:
         depth += (character in "{([") - (character in "})]")
         deepest = max(deepest, depth)
+    if re.search(r"\\(?:gcd|lcm)(?![a-zA-Z])[^\\]*[a-zA-Z]", latex):  # sympy's is 1 for any two variables
+        raise Unreadable(f"a divisor of variables: {latex[:80]!r}")
     if "!!" in latex:  # read as the factorial of a factorial
         raise Unreadable(f"a double factorial: {latex[:80]!r}")
     if deepest > _MAX_DEPTH or latex.count("|") > _MAX_BARS or latex.count("^") > _MAX_POWERS:

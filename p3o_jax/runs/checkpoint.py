@@ -181,7 +181,7 @@ class Checkpoints:
         self.wait()
         damaged: dict[int, str] = {}
         seen = json.dumps(steps_in(self.directory)) if jax.process_index() == 0 else None
-        for step in reversed(json.loads(agreed(seen))):  # what process 0 sees, where file systems lag
+        for step in reversed(json.loads(agreed(seen) or "[]")):  # what process 0 sees, where file systems lag
             found = self._try(step, abstract_state, abstract_weights, good)
             if isinstance(found, Restored):
                 self._abandon(found.step, damaged)
@@ -200,7 +200,9 @@ class Checkpoints:
         problem = agreed(integrity.damage(directory, jax.process_index(), jax.process_count()))
         if problem is not None:
             return problem
-        state = past = meta = None
+        state: Any = None
+        past: dict[str, Any] = {}
+        meta: dict[str, Any] = {}
         # By handlers rather than the manager, which waits for the other processes: one may fail where another does not.
         try:
             meta = _read_meta(directory)

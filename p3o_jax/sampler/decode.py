@@ -16,16 +16,16 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Key
 
-from p3o_jax.batch.types import FinishReason, Rollout, Support
+from p3o_jax.batch.types import AnyArray, FinishReason, Rollout, Support
 from p3o_jax.devices import sharding
 from p3o_jax.models.kv_cache import KVCache
 from p3o_jax.models.transformer import Transformer
 from p3o_jax.sampler.distributions import distribution, empty_support
 from p3o_jax.sampler.sampling import RowSampling, Truncation, draw, sampled_log_probs
 
-OnDraw = Callable[[np.ndarray, np.ndarray, np.ndarray, np.ndarray], None]
+OnDraw = Callable[[Int[np.ndarray, " B"], Int[np.ndarray, " B"], Int[np.ndarray, " B"], Float[np.ndarray, " B"]], None]
 """Is given, for each slot: which row it decodes (none: the number of rows), the place of the token in the response,
 the token, and its log-prob. Called by every device that has the slot, possibly out of order."""
 
@@ -33,10 +33,10 @@ the token, and its log-prob. Called by every device that has the slot, possibly 
 class Padded(NamedTuple):
     """What is asked of the sampler: N prompts, right-padded to the same length, and how to answer them."""
 
-    tokens: Int[Array, "N P"]
-    length: Int[Array, " N"]
-    prompt_index: Int[Array, " N"]  # rows are keyed by it and grouped by it
-    response_limit: Int[Array, " N"]  # tokens
+    tokens: Int[AnyArray, "N P"]
+    length: Int[AnyArray, " N"]
+    prompt_index: Int[AnyArray, " N"]  # rows are keyed by it and grouped by it
+    response_limit: Int[AnyArray, " N"]  # tokens
     sampling: RowSampling  # [N]
 
 
@@ -86,7 +86,7 @@ class _Loop(NamedTuple):
 def draw_responses(
     model: Transformer,
     requests: Padded,
-    key: Array,
+    key: Key[Array, ""],
     policy_version: Int[Array, ""],
     options: Options,
     limits: DecodeLimits,
@@ -110,7 +110,7 @@ def draw_responses(
         array[prompt_of] for array in (requests.length, requests.response_limit, requests.prompt_index)
     )
     settings = jax.tree.map(lambda array: array[prompt_of], requests.sampling)
-    row_keys = _row_keys(key, index, jnp.asarray(sample_of))
+    row_keys = _row_keys(key, index, sample_of)
     like_rows = partial(sharding.match_variance, like=length)
 
     prompt_logits, prompt_cache = _prefill(model, requests, slots, limits.cache_format)
@@ -165,8 +165,11 @@ def draw_responses(
     )
 
 
-def _row_keys(key: Array, prompt: Int[Array, " R"], sample: Int[Array, " R"]) -> Array:
-    return jax.vmap(lambda one, other: jax.random.fold_in(jax.random.fold_in(key, one), other))(prompt, sample)
+def _row_keys(key: Key[Array, ""], prompt: Int[AnyArray, " R"], sample: Int[AnyArray, " R"]) -> Key[Array, " R"]:
+    """The key of every row: whatever else is in the batch, its random numbers are the same."""
+    return jax.vmap(lambda prompt, sample: jax.random.fold_in(jax.random.fold_in(key, prompt), sample))(
+        prompt, jnp.asarray(sample)
+    )
 
 
 @jax.named_scope("prefill")
@@ -175,9 +178,9 @@ def _prefill(
 ) -> tuple[Float[Array, "N V"], KVCache]:
     """Every prompt through the model, `slots` at a time: the logits after it, and its keys and values [L N K P H]."""
 
-    def forward(tokens: Int[Array, "N P"], length: Int[Array, " N"]) -> tuple[Array, KVCache]:
+    def forward(tokens: Int[AnyArray, "N P"], length: Int[AnyArray, " N"]) -> tuple[Float[Array, "N V"], KVCache]:
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
-        hidden, cache = model.hidden(tokens, positions)
+        hidden, cache = model.hidden(jnp.asarray(tokens), positions)
         last = jnp.take_along_axis(hidden, (length - 1)[:, None, None], axis=1)[:, 0]
         return model_logits(model, last), cache.stored_as(cache_format)
 
@@ -197,7 +200,7 @@ def _prefill(
 
 
 def _empty_rows(
-    requests: Padded, prompt_of: np.ndarray, options: Options, limits: DecodeLimits, vocab_size: int
+    requests: Padded, prompt_of: Int[np.ndarray, " R"], options: Options, limits: DecodeLimits, vocab_size: int
 ) -> _Rows:
     """The prompts, with room for the responses."""
     like_rows = partial(sharding.match_variance, like=requests.length)
@@ -216,10 +219,10 @@ def _empty_rows(
 def _draw(
     state: _Loop,
     *,
-    length: Int[Array, " R"],
-    limit: Int[Array, " R"],
+    length: Int[AnyArray, " R"],
+    limit: Int[AnyArray, " R"],
     settings: RowSampling,
-    row_keys: Array,
+    row_keys: Key[Array, " R"],
     options: Options,
     limits: DecodeLimits,
 ) -> _Loop:
@@ -238,7 +241,8 @@ def _draw(
         log_prob = jnp.take_along_axis(log_probs, token[:, None], axis=-1)[:, 0]
         kept = distribution(log_probs, options.support)
     if options.on_draw is not None:
-        jax.debug.callback(options.on_draw, state.row, state.drawn, token, log_prob)
+        on_host = partial(_on_host, options.on_draw)
+        jax.debug.callback(on_host, state.row, state.drawn, token, log_prob)
     at, drawn = length[row] + state.drawn, state.drawn + 1
     is_eos, is_stop = _is_one_of(token, limits.eos_ids), _is_one_of(token, limits.stop_ids)
     reason = jnp.where(is_eos, FinishReason.EOS, jnp.where(is_stop, FinishReason.STOP, FinishReason.LENGTH))
@@ -256,6 +260,11 @@ def _draw(
         support=jax.tree.map(write, state.rows.support, kept),
     )
     return state._replace(row=jnp.where(works & ~ends, row, num_rows), drawn=drawn, token=token, rows=rows)
+
+
+def _on_host(on_draw: OnDraw, *drawn: Array) -> None:
+    """Hands over numpy arrays, where JAX gives its own."""
+    on_draw(*map(np.asarray, drawn))
 
 
 def _refill(

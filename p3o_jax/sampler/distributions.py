@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 from p3o_jax.batch.types import Support
 
 
-def empty_support(support: int | str | None, shape: tuple[int, int], vocab_size: int) -> Support | None:
+def empty_support(support: int | str | None, shape: tuple[int, ...], vocab_size: int) -> Support | None:
     """Room for what `distribution` gives, at every token of [B, S]."""
     if support is None:
         return None

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from flax import nnx
 from jax.sharding import Mesh
-from jaxtyping import Array
+from jaxtyping import Array, Key
 
 from p3o_jax.batch.types import Rollout
 from p3o_jax.sampler.sampling import AS_THEY_ARE, Sampling, is_count
@@ -38,7 +38,7 @@ class Requests:
 
     prompts: Sequence[Sequence[int]]
     indices: Sequence[int]
-    key: Array
+    key: Key[Array, ""]
     num_samples: int = 1
     sampling: Sampling | Sequence[Sampling] = AS_THEY_ARE
     response_limits: Sequence[int] | None = None
@@ -62,6 +62,7 @@ class Requests:
                 raise ValueError(f"sampler: {len(values)} {name} for {len(self.prompts)} prompts")
 
 
+@runtime_checkable
 class Engine(Protocol):
     """Generates rollouts. Every process must make each call."""
 

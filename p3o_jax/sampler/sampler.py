@@ -11,12 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
-from jaxtyping import Array
+from jaxtyping import Array, Int, Key
 
 from p3o_jax.batch.types import Rollout
 from p3o_jax.devices import sharding
@@ -105,8 +106,8 @@ class Sampler:
         """
         return self._format.convert(params, version)
 
-    def abstract_weights(self) -> Weights:
-        """Shapes, dtypes and shardings of what `publish` returns, for restoring a checkpoint."""
+    def abstract_weights(self) -> Any:
+        """`Weights` of shapes, dtypes and shardings of what `publish` returns, for restoring a checkpoint."""
         return self._format.abstract()
 
     def generate(self, weights: Weights, requests: Requests, on_draw: OnDraw | None = None) -> Rollout:
@@ -164,18 +165,18 @@ class Sampler:
         )
         return requests, Truncation(int(top_k) or None, bool(top_p), bool(min_p))
 
-    def _sharded(self, weights: Weights, requests: Padded, key: Array, *, options: Options) -> Rollout:
+    def _sharded(self, weights: Weights, requests: Padded, key: Key[Array, ""], *, options: Options) -> Rollout:
         rows, whole = sharding.batch_spec(self.mesh), PartitionSpec()
 
-        def local(weights: Weights, requests: Padded, key: Array) -> Rollout:
+        def local(weights: Weights, requests: Padded, key: Key[Array, ""]) -> Rollout:
             model = nnx.merge(self._format.graphdef, weights.params)
             return decode.draw_responses(model, requests, key, weights.version, options, self._decode_limits)
 
-        in_specs = (Weights(self._format.specs, whole), rows, whole)
+        in_specs = (Weights._make((self._format.specs, whole)), rows, whole)
         return jax.shard_map(local, mesh=self.mesh, in_specs=in_specs, out_specs=rows)(weights, requests, key)
 
 
-def _int32(values: Sequence[int], least: int, most: int, name: str) -> np.ndarray:
+def _int32(values: Sequence[int], least: int, most: int, name: str) -> Int[np.ndarray, " N"]:
     """Whole numbers within bounds, or an error that names the first that is none."""
     array = np.asarray(values)
     if array.dtype.kind in "iu" and bool in set(map(type, values)):

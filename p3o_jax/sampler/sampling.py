@@ -24,7 +24,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Key
+
+from p3o_jax.batch.types import AnyArray
 
 
 def is_number(value: Any) -> bool:
@@ -112,10 +114,10 @@ AS_THEY_ARE = Sampling()
 class RowSampling(NamedTuple):
     """`Sampling` of every row; values are data, so that changing them compiles nothing."""
 
-    temperature: Float[Array, " B"]
-    top_k: Int[Array, " B"]
-    top_p: Float[Array, " B"]
-    min_p: Float[Array, " B"]
+    temperature: Float[AnyArray, " B"]
+    top_k: Int[AnyArray, " B"]
+    top_p: Float[AnyArray, " B"]
+    min_p: Float[AnyArray, " B"]
 
     @classmethod
     def of(cls, rows: Sequence[Sampling]) -> RowSampling:
@@ -133,7 +135,7 @@ NOTHING_CUT = Truncation()
 
 
 def sampled_log_probs(
-    logits: Float[Array, "B V"], rows: RowSampling, truncation: Truncation = NOTHING_CUT
+    logits: Float[AnyArray, "B V"], rows: RowSampling, truncation: Truncation = NOTHING_CUT
 ) -> Float[Array, "B V"]:
     """The log-probabilities that are drawn from, float32, -inf at tokens that are cut.
 
@@ -143,6 +145,7 @@ def sampled_log_probs(
         truncation: which of them are looked at, besides the temperature.
     """
     # From the largest logit, which becomes exactly 0: no temperature makes that infinite, and no log-prob is above 0.
+    logits = jnp.asarray(logits)
     scaled = (logits - logits.max(axis=-1, keepdims=True)) / rows.temperature[:, None]
     if truncation.top_k is not None:
         largest, _ = jax.lax.top_k(scaled, min(truncation.top_k, logits.shape[-1]))
@@ -161,7 +164,7 @@ def _cut(scaled: Float[Array, "B V"], bound: Float[Array, " B"]) -> Float[Array,
     return jnp.where(scaled >= bound[:, None], scaled, -jnp.inf)
 
 
-def _top_p_bound(scaled: Float[Array, "B V"], top_p: Float[Array, " B"]) -> Float[Array, " B"]:
+def _top_p_bound(scaled: Float[Array, "B V"], top_p: Float[AnyArray, " B"]) -> Float[Array, " B"]:
     """The largest t of each row for which the tokens of at least t have the mass; the largest of a row is 0.
 
     By bisection over the float32 numbers, which 31 passes make exact: at a large vocabulary a tenth of the time of a
@@ -174,7 +177,7 @@ def _top_p_bound(scaled: Float[Array, "B V"], top_p: Float[Array, " B"]) -> Floa
         """The float32 number that is so many of them below 0."""
         return -jax.lax.bitcast_convert_type(steps, jnp.float32)
 
-    def halve(_: int, bounds: tuple[Array, Array]) -> tuple[Array, Array]:
+    def halve(_: Int[Array, ""], bounds: tuple[Int[Array, " B"], Int[Array, " B"]]) -> tuple[Array, Array]:
         less, enough = bounds  # steps below 0: those down to `enough` have the mass, those down to `less` have not
         middle = less + (enough - less) // 2
         has_mass = jnp.where(scaled >= below_0(middle)[:, None], weights, 0.0).sum(axis=-1) >= wanted
@@ -185,7 +188,7 @@ def _top_p_bound(scaled: Float[Array, "B V"], top_p: Float[Array, " B"]) -> Floa
     return below_0(enough)
 
 
-def draw(log_probs: Float[Array, "B V"], keys: Array) -> Int[Array, " B"]:
+def draw(log_probs: Float[Array, "B V"], keys: Key[Array, " B"]) -> Int[Array, " B"]:
     """A token a row by inversion of its cumulative distribution: first a block of tokens, then one of the block.
 
     Two random numbers a row rather than one a token. They have 23 bits and the sums are float32's, so a block's
@@ -201,7 +204,7 @@ def draw(log_probs: Float[Array, "B V"], keys: Array) -> Int[Array, " B"]:
     return block * width + _invert(within, uniform[:, 1])
 
 
-def _invert(weights: Float[Array, "B N"], uniform: Float[Array, " B"]) -> Int[Array, " B"]:
+def _invert(weights: Float[AnyArray, "B N"], uniform: Float[AnyArray, " B"]) -> Int[Array, " B"]:
     """The first index where the cumulative weight exceeds `uniform` times the total, of those with a weight."""
     cumulative = jnp.cumsum(weights, axis=-1)
     has_weight = weights > 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -63,7 +63,7 @@ class WeightFormat:
         )
         self._place = _placed(self.specs, mesh)
 
-        def quantise(params: nnx.State, version: Array) -> Weights:
+        def quantise(params: nnx.State, version: Int[Array, ""]) -> Weights:
             weights = quantise_weights(merged(params, config.lora), precision)
             # Sharded as the learner's until they are narrow, and only then gathered over `fsdp`.
             weights = jax.lax.with_sharding_constraint(weights, stays.params)
@@ -81,9 +81,9 @@ class WeightFormat:
         weights = self.quantise(params, jnp.int32(version))
         return weights if self._same_devices else jax.device_put(weights, self._place)
 
-    def abstract(self) -> Weights:
-        """Shapes, dtypes and shardings of what `convert` returns, for restoring a checkpoint."""
-        shapes = Weights(self._abstract, jax.ShapeDtypeStruct((), jnp.int32))
+    def abstract(self) -> Any:
+        """`Weights` of shapes, dtypes and shardings of what `convert` returns, for restoring a checkpoint."""
+        shapes = Weights._make((self._abstract, jax.ShapeDtypeStruct((), jnp.int32)))
 
         def described(leaf: jax.ShapeDtypeStruct, place: NamedSharding) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
@@ -91,7 +91,7 @@ class WeightFormat:
         return jax.tree.map(described, shapes, self._place)
 
 
-def _placed(specs: nnx.State, mesh: Mesh) -> Weights:
-    """Shardings of weights with this partition."""
+def _placed(specs: nnx.State, mesh: Mesh) -> Any:
+    """Makes `Weights` of shardings from this partition."""
     whole = NamedSharding(mesh, PartitionSpec())
-    return Weights(jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs), whole)
+    return Weights._make((jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs), whole))

@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -37,6 +37,7 @@ _MAX_DRAWS = 2000  # with a tenth of the prompts, a miss of this length has prob
 _BYTES = ByteTokenizer()
 
 
+@runtime_checkable
 class PromptSource(Protocol):
     """Prompts by position: a pure function of it, safe to call from several threads."""
 

@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -26,6 +26,7 @@ _MAX_ROWS_PER_BYTE = 8
 """Of a Parquet file: one of a few bytes can say a value a billion times."""
 
 
+@runtime_checkable
 class Records(Protocol):
     """Rows by position; safe to call from several threads."""
 

@@ -63,7 +63,7 @@ class _Found:
         self.question.append(question)
 
     def rows(self, files: Sequence[Records]) -> Rows:
-        return Rows(files, *(np.array(one) for one in (self.file, self.number, self.question)))
+        return Rows(files, np.array(self.file), np.array(self.number), np.array(self.question, np.uint64))
 
 
 def index_of(

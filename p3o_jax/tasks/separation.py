@@ -64,7 +64,7 @@ def separated(task: Task, split: Split, seed: int, others: Elsewhere) -> PromptS
     return source if len(kept) == len(source) else _Some(source, kept)
 
 
-def _others(digests: Sequence[UInt64[np.ndarray, " n"]], i: int) -> Questions:
+def _others(digests: Sequence[UInt64[np.ndarray, " _"]], i: int) -> Questions:
     return Questions(np.concatenate([np.zeros(0, np.uint64), *digests[:i], *digests[i + 1 :]]))
 
 

@@ -56,8 +56,8 @@ class HfTokenizer:
         self._tokenizer.no_truncation()
         self.source, self._vocab_size = source, vocab_size
         self._at = "" if source.path is None else f"{source.path}: "
-        tokens = {name: _text(source.config, name) for name in _SPECIAL}
-        tokens = {name: text for name, text in tokens.items() if text is not None}
+        named = {name: _text(source.config, name) for name in _SPECIAL}
+        tokens = {name: text for name, text in named.items() if text is not None}
         self._bos_id = self._bos(tokens.get("bos_token"))
         self._eos_ids = self._ends(tokens.get("eos_token"))
         roles = {self._tokenizer.token_to_id(text) for text in tokens.values()}
@@ -70,7 +70,7 @@ class HfTokenizer:
             why = f"the model was trained without one ({FILE})" if trained else "the tokenizer has no chat template"
             raise ValueError(f"{why}: set pretrained.chat to False")
         self.chat, self._system_prompt, self._options = chat, system_prompt, dict(template_options or {})
-        self._controls = self._control_tokens() if chat else ()
+        self._controls = () if self.template is None or not chat else self._control_tokens(self.template)
 
     @property
     def vocab_size(self) -> int:
@@ -121,7 +121,7 @@ class HfTokenizer:
 
     def _rendered(self, text: str) -> str:
         """What is encoded of a prompt."""
-        if not self.chat:
+        if self.template is None or not self.chat:
             return text
         for control in self._controls:
             if control in text:
@@ -189,10 +189,10 @@ class HfTokenizer:
             raise ValueError("neither the tokenizer's nor the generation's configuration names an end of a sequence")
         return ends
 
-    def _control_tokens(self) -> tuple[str, ...]:
-        """The texts of special tokens that the template writes."""
+    def _control_tokens(self, template: ChatTemplate) -> tuple[str, ...]:
+        """The texts of special tokens that a template writes."""
         special = (token.content for token in self._tokenizer.get_added_tokens_decoder().values() if token.special)
-        written = self.template.render([{"role": "user", "content": "x"}], self._options)
+        written = template.render([{"role": "user", "content": "x"}], self._options)
         return tuple(text for text in special if text in written)
 
 

@@ -6,11 +6,12 @@ import string
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 PRINTABLE_ASCII = "\n\t" + "".join(c for c in string.printable if c.isprintable())
 
 
+@runtime_checkable
 class Tokenizer(Protocol):
     """What the rest of the package asks of a tokenizer."""
 

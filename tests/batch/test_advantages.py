@@ -108,6 +108,7 @@ def test_a_row_without_a_reward_has_no_part_in_it(advantages):
     assert (advantages(garbage, GROUP, jnp.zeros(6, bool)) == 0).all()
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_shapes_are_checked():
     with pytest.raises(ValueError, match=r"rewards \(6,\) and group \(5,\)"):
         MeanOnly()(REWARDS, GROUP[:5])

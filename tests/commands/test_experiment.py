@@ -41,6 +41,7 @@ def test_fields_are_flags():
     assert parsed("p3o")["p3o"].config.objective == P3O()
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_a_flag_of_a_part_that_is_not_there_makes_it():
     def config(*flags):
         return parse("name", "Description.", {"p3o": replace(VARIANTS["p3o"], warm_start=None)}, flags)["p3o"].config
@@ -107,6 +108,7 @@ def test_a_command_is_shown_as_it_is_typed(started):
     assert f"flags: python {started} p3o --help" in said
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_help_explains_every_field(capsys):
     with pytest.raises(SystemExit):
         parsed("p3o", "--help")

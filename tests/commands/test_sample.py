@@ -82,6 +82,7 @@ def test_an_empty_prompt_is_not_standard_input(monkeypatch):
             run(["random:quickstart", *prompt])
 
 
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

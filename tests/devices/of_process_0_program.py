@@ -5,6 +5,7 @@ import time
 
 import jax
 
+import tests.annotations  # noqa: F401  # isort: skip  # before the package
 from p3o_jax.devices import processes
 from p3o_jax.devices.processes import ElsewhereError, of_process_0
 

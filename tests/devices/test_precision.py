@@ -27,6 +27,7 @@ def test_a_word_says_a_precision(text, precision):
     assert parse(str(precision)) == precision
 
 
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(
     ("text", "message"),
     [

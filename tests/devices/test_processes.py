@@ -22,6 +22,7 @@ def mesh_of(owners) -> SimpleNamespace:
     return SimpleNamespace(devices=devices.reshape(owners.shape), shape={"tensor": owners.shape[1]})
 
 
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(
     ("owners", "parts"),
     [
@@ -38,6 +39,7 @@ def test_processes_that_hold_the_same_rows_feed_the_same_part(owners, parts, mon
         assert processes.row_part(mesh_of(owners)) == part
 
 
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("owners", [[[0, 0], [0, 1]], [[0], [0], [1]]])
 def test_rows_that_do_not_divide_over_processes_are_refused(owners):
     with pytest.raises(ValueError, match=r"mesh: .* unevenly"):

@@ -19,7 +19,7 @@ from p3o_jax.experience.prompts import encoded
 from p3o_jax.experience.scoring import Scorer
 from p3o_jax.rewards import Function, Reward
 from p3o_jax.rewards.pool import Verifiers
-from p3o_jax.sampler import Sampling
+from p3o_jax.sampler import Engine, Sampling
 from p3o_jax.tasks import SortDigits
 from p3o_jax.tasks.base import Prompt
 from p3o_jax.tokenizers.text import CharTokenizer
@@ -68,7 +68,7 @@ def test_the_majority(answers, right, expected):
     assert majority(votes, [answer == right for answer in answers]) == expected
 
 
-class Scripted:
+class Scripted(Engine):
     """A sampler that says what the script says: {prompt text: completions}, and the first of them if greedy."""
 
     def __init__(self, script):

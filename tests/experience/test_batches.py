@@ -146,7 +146,7 @@ def test_minibatches_are_the_same_parts_in_every_epoch():
 def test_an_update_sees_the_same_rows_on_any_number_of_hosts(processes, group_size):
     prompts, count = np.arange(24), 3
     whole = rows_of(prompts, group_size)
-    parts = [rows_of(np.asarray(local_prompts(prompts, processes, i)), group_size) for i in range(processes)]
+    parts = [rows_of(np.asarray(local_prompts(prompts.tolist(), processes, i)), group_size) for i in range(processes)]
     updates = [list(minibatches(batch, count, 1, group_size)) for batch in parts]
     for m, expected in enumerate(minibatches(whole, count, 1, group_size)):
         assert len(expected.advantages) == 24 * group_size // count

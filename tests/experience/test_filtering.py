@@ -18,6 +18,7 @@ from p3o_jax.experience.source import Experience, Sampled
 from p3o_jax.learner.optimizer import OptimizerConfig
 from p3o_jax.models.transformer import TransformerConfig
 from p3o_jax.objectives import Reinforce
+from p3o_jax.runs.stopwatch import Stopwatch
 from p3o_jax.tasks import SortDigits
 from p3o_jax.tasks.base import Prompt
 from p3o_jax.train import train
@@ -59,7 +60,9 @@ THIRD = batch_of({8: [0, 0], 9: [0, 1], 10: [1, 0], 11: [1, 0]})
 
 def gather(zero_variance, batches, max_batches=9):
     source = Given(list(batches))
-    found = FilteredGroups(source, zero_variance, max_batches, MESH).next(1, None, None, lambda: None)
+    clock = Stopwatch(1, "sample")
+    found = FilteredGroups(source, zero_variance, max_batches, MESH).next(1, None, clock, lambda: None)
+    clock.end()
     assert found.cursor == batches[source.taken - 1].cursor
     return source.taken, found
 

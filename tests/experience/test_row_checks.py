@@ -90,6 +90,7 @@ def test_many_faults_are_counted_and_the_first_are_listed(tmp_path):
     assert len(str(caught.value)) < 1000 and "\n" not in str(caught.value)
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_rows_without_text_or_answer_can_be_left_out(tmp_path, caplog):
     rows = [row("a"), row(" "), row("b", ""), row("c", None), {"prompt": "d"}, row("e", [1]), row("\ud800"), row("f")]
     path = write(tmp_path / "d.jsonl", rows)

@@ -106,7 +106,7 @@ def test_gradient_is_that_of_the_library_function():
     @jax.jit
     def dense(params):
         model = nnx.merge(abstract_model(MODEL, VOCAB)[0], params)
-        hidden, _ = model.hidden(batch.inputs.tokens, batch.inputs.positions)
+        hidden, _ = model.hidden(jnp.asarray(batch.inputs.tokens), jnp.asarray(batch.inputs.positions))
         logits = model.logits(hidden) / batch.inputs.temperature[..., None]
         log_probs = jnp.take_along_axis(jax.nn.log_softmax(logits), batch.inputs.targets[..., None], axis=-1)[..., 0]
         return objective_loss(

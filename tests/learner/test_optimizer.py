@@ -77,6 +77,7 @@ def test_bfloat16_moments_decay():
         assert (late < 0.3 * early).all()
 
 
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(
     ("fields", "message"),
     [

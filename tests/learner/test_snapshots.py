@@ -71,7 +71,7 @@ def make_learner(objective, shape=None, micro_batches=1) -> Learner:
 
 @cache
 def random_params(seed: int):
-    return jax.device_get(nnx.state(Transformer(MODEL, VOCAB, nnx.Rngs(seed))))
+    return jax.tree.map(jnp.asarray, jax.device_get(nnx.state(Transformer(MODEL, VOCAB, nnx.Rngs(seed)))))
 
 
 def params_of(learner: Learner, seed: int):
@@ -103,7 +103,7 @@ def dense(objective, batch: Batch):
 
     def log_softmax(params):
         model = nnx.merge(abstract_model(MODEL, VOCAB)[0], params)
-        hidden, _ = model.hidden(batch.inputs.tokens, batch.inputs.positions)
+        hidden, _ = model.hidden(jnp.asarray(batch.inputs.tokens), jnp.asarray(batch.inputs.positions))
         return jax.nn.log_softmax(model.logits(hidden) / batch.inputs.temperature[..., None])
 
     def at(log_probs, indices):

@@ -17,7 +17,7 @@ def decoded(batch):
     tokens = np.concatenate([batch.inputs.tokens[:, :1], batch.inputs.targets], axis=1)
     for row, mask in zip(tokens, batch.mask, strict=True):
         start = int(np.flatnonzero(mask)[0]) + 1
-        yield TASK.tokenizer.decode(row[:start]), row[start : start + int(mask.sum())]
+        yield TASK.tokenizer.decode(row[:start].tolist()), row[start : start + int(mask.sum())].tolist()
 
 
 def test_targets_are_answers_and_the_end():

@@ -186,6 +186,7 @@ def test_long_rows_do_not_hold_all_scores():
     assert scores_bytes(causal_attention, 4096) < 0.3 * scores_bytes(dense_attention, 4096)
 
 
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(
     ("platform", "dtype", "length", "chosen"),
     [

@@ -144,6 +144,7 @@ def test_the_sampler_gets_merged_weights(updated):
     assert jax.tree.structure(weights) == jax.tree.structure(sampler.abstract_weights())
 
 
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(
     ("fields", "message"),
     [

@@ -178,6 +178,7 @@ def test_what_the_backward_pass_recomputes_trades_memory_and_changes_no_gradient
             np.testing.assert_allclose(a, b, atol=1e-5 * float(jnp.abs(b).max()))
 
 
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(
     ("changes", "field"),
     [

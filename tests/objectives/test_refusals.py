@@ -94,6 +94,7 @@ def test_what_is_missing_is_named(objective, message):
         objective_loss(objective, **two_tokens([1, 1], [1, 1]))
 
 
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("name", ["mask", "behaviour_log_probs"])
 def test_what_every_objective_needs_is_named_too(name):
     with pytest.raises(ValueError, match=f"{name} is None: every objective needs it"):
@@ -113,6 +114,7 @@ def test_a_support_that_does_not_fit_the_form():
         objective_loss(P3O(kl="top_k"), **arguments | {"support": missing})
 
 
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
@@ -132,6 +134,7 @@ def test_shapes_and_dtypes_are_checked(name, value, message):
         objective_loss(P3O(), **two_tokens([1, 1], [1, 1]) | {name: value})
 
 
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(
     ("build", "message"),
     [

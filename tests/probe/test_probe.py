@@ -119,7 +119,7 @@ def test_numbers_are_those_of_the_tokens_drawn(probed, reference, temperature, s
     np.testing.assert_allclose(shown, sorted(largest.values(), reverse=True)[:3], atol=1e-5)
     if (temperature, staleness) != (1, 0):
         worst = int(np.abs(log_ratio).argmax())
-        assert found.top[0].token == (TOKENIZER.decode([tokens[worst]]) or "<0>")
+        assert found.top[0].token == (TOKENIZER.decode([int(tokens[worst])]) or "<0>")
         assert (found.top[0].prompt_index, found.top[0].position) == places[worst]
 
 
@@ -314,6 +314,7 @@ def test_what_is_measured_is_kept(tmp_path, monkeypatch):
         command.run([*arguments, "--prompts-per-batch", "8"])
 
 
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -51,7 +51,7 @@ def rollouts(path: Path) -> dict[str, str]:
 @pytest.fixture(autouse=True)
 def patient(monkeypatch):
     """These steps are faster than the disk: every checkpoint is waited for, so that it is there to be lost."""
-    monkeypatch.setattr(Checkpoints, "busy", property(lambda self: self.wait()))
+    monkeypatch.setattr(Checkpoints, "busy", property(lambda self: bool(self.wait())))
 
 
 @pytest.mark.long
@@ -70,7 +70,7 @@ def _made(path: Path) -> Path:
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(Checkpoints, "busy", property(lambda self: self.wait()))
+        patched.setattr(Checkpoints, "busy", property(lambda self: bool(self.wait())))
         return _made(tmp_path_factory.mktemp("whole") / "run")
 
 

@@ -262,6 +262,7 @@ def test_synchronise_copies():
     assert all(bool(jnp.isfinite(leaf).all()) for leaf in jax.tree.leaves(weights))
 
 
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(
     ("call", "message"),
     [

@@ -177,6 +177,7 @@ def test_200_000_samples_match_the_exact_distribution(tiny, sampling):
     np.testing.assert_allclose(rollout.temperature, sampling.temperature)
 
 
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -203,6 +204,7 @@ def test_whether_anything_is_cut():
     assert all(Sampling(**one).is_truncated for one in ({"top_k": 3}, {"top_p": 0.9}, {"min_p": 0.1}))
 
 
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("name", ["temperature", "top_k", "top_p", "min_p"])
 @pytest.mark.parametrize("value", [True, np.True_, "1"])
 def test_what_is_no_number_is_no_setting(name, value):
@@ -210,6 +212,7 @@ def test_what_is_no_number_is_no_setting(name, value):
         Sampling(**{name: value})
 
 
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("changes", [{"num_samples": True}, {"num_samples": 1.0}, {"support": True}])
 def test_what_is_no_count_is_no_request(changes):
     with pytest.raises(ValueError, match=f"sampler: {next(iter(changes))} must be"):

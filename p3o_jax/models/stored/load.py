@@ -204,8 +204,9 @@ def _load_weight(
     layered = "{layer}" in layout.name
     parts: dict[str, np.ndarray] = {}  # of devices that hold the same
 
-    def part(index: tuple[slice, ...]) -> np.ndarray:
-        """What a device holds."""
+    def part(index: tuple[slice, ...] | None) -> np.ndarray:
+        """What a device holds; None: all."""
+        index = tuple(slice(0, size) for size in shape) if index is None else index
         if str(index) not in parts:
             parts[str(index)] = read(index)
         return parts[str(index)]

